@@ -9,12 +9,12 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from draftkit.models.adapter import Adapter
+from draftkit.models.loading import auto_model
 
 KEPT_BYTES = 1 << 28  # of freed memory, about what a process gathers between two calls of it
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # the numbers that glibc's `mallopt` gives them
@@ -27,9 +27,8 @@ LIMITS = {resource.RLIMIT_AS: "VmSize", resource.RLIMIT_DATA: "VmData"}
 
 def weight_count(config: PreTrainedConfig) -> int:
     """Weights of a model of that configuration, tied ones once; none are made."""
-    kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     with torch.device("meta"):
-        model = kind.from_config(config)
+        model = auto_model(config).from_config(config)
     return sum(weight.numel() for weight in model.parameters())
 
 

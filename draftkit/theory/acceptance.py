@@ -250,19 +250,9 @@ def log_ratio(rate: Tensor, other: Tensor) -> Tensor:
     return (rate / other).log()
 
 
-class _Jackknife(NamedTuple):
-    """A number, its standard error, the degrees of freedom of that, and what it rests on."""
-
-    value: float
-    error: float
-    degrees: float
-    n: int
-    prompts: int
-    documents: int
-
-
-def _jackknife(*rates: Rate, compare: Compare) -> _Jackknife:
-    """What `compare` makes of `rates`, and its error by leaving out one document after the other.
+def _jackknife(*rates: Rate, compare: Compare) -> tuple[Estimate, float, float]:
+    """What `compare` makes of `rates`, without an interval; its error, by leaving out one document
+    after the other; and the degrees of freedom of the error.
 
     With D documents, theta of all and theta_i of all but document i, and w_i the share of document
     i in the counts (the mean of its shares where there are several rates),
@@ -299,7 +289,8 @@ def _jackknife(*rates: Rate, compare: Compare) -> _Jackknife:
     if documents > 1:
         error = float(((without - value).square().sum() * documents / (documents - 1)).sqrt())
     degrees = float(shares.square().sum() / shares.pow(3).sum())
-    return _Jackknife(float(value), error, degrees, int(totals[1]), prompts, documents)
+    number = Estimate(float(value), -math.inf, math.inf, int(totals[1]), prompts, documents)
+    return number, error, degrees
 
 
 def estimate(
@@ -311,14 +302,11 @@ def estimate(
     a gain. `n` are the counts of the first. There is no interval for under `least` documents;
     `tail` is the probability outside of it on either side, where it is looked at once.
     """
-    jackknife = _jackknife(*rates, compare=compare)
-    width = math.inf
-    if jackknife.documents >= max(2, least):
-        width = student_t_quantile(jackknife.degrees, tail) * jackknife.error
-    value = jackknife.value
-    return Estimate(
-        value, value - width, value + width, jackknife.n, jackknife.prompts, jackknife.documents
-    )
+    number, error, degrees = _jackknife(*rates, compare=compare)
+    if number.documents < max(2, least):
+        return number
+    width = student_t_quantile(degrees, tail) * error
+    return replace(number, low=number.mean - width, high=number.mean + width)
 
 
 def proportion(rate: Rate) -> Estimate:
@@ -351,14 +339,12 @@ def gain_p_value(*rates: Rate, compare: Compare = operator.sub) -> float:
     rates: as `estimate` takes them, those after first. By the error and the degrees of freedom of
     its interval. NaN where a total is; raises ValueError with fewer than 2 documents.
     """
-    jackknife = _jackknife(*rates, compare=compare)
-    if jackknife.documents < 2:
-        raise ValueError(
-            f"a test needs at least 2 documents with positions, got {jackknife.documents}"
-        )
-    if jackknife.error == 0:
-        return math.nan if math.isnan(jackknife.value) else float(jackknife.value <= 0)
-    return student_t_tail(jackknife.value / jackknife.error, jackknife.degrees)
+    gain, error, degrees = _jackknife(*rates, compare=compare)
+    if gain.documents < 2:
+        raise ValueError(f"a test needs at least 2 documents with positions, got {gain.documents}")
+    if error == 0:
+        return math.nan if math.isnan(gain.mean) else float(gain.mean <= 0)
+    return student_t_tail(gain.mean / error, degrees)
 
 
 def student_t_tail(t: float, degrees: float) -> float:
@@ -413,13 +399,3 @@ def unconditional_rates(accept_counts: Tensor) -> Tensor:
     """A_i = P(first i proposals all accepted), i = 1..gamma; tau = 1 + sum_i A_i, exactly."""
     at_least = accept_counts.flip(-1).cumsum(-1).flip(-1).double()  # [..., gamma + 1] n >= i
     return at_least[..., 1:] / at_least[..., :1]
-
-
-def tail_bound(
-    *, kept_overlap: Tensor, target_tail: Tensor, draft_tail: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Bounds of alpha from stored ids: A <= alpha <= A + min(tail_p, tail_q).
-
-    kept_overlap: A = sum of min(p, q) over the kept ids; the tails are the masses outside them.
-    """
-    return kept_overlap, kept_overlap + torch.minimum(target_tail, draft_tail)

@@ -4,7 +4,7 @@ Storing a target's distributions whole would take the vocabulary for every token
 ids, their log-probabilities at temperature 1 and the mass outside them at the temperatures that
 will be asked for tell it exactly up to how that mass is spread. Compared with a draft over k + 1
 outcomes, the kept ids and "another token", every divergence is at most what it is over the
-vocabulary (data processing), and alpha at most `acceptance.tail_bound` too high.
+vocabulary (data processing), and alpha within `alpha_bounds`.
 
 Shapes: M tokens, k kept ids, V vocabulary. Probabilities in nats; at least float32.
 """
@@ -14,7 +14,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from draftkit.theory.acceptance import tail_bound
 from draftkit.theory.warping import promote, tempered
 
 
@@ -107,14 +106,12 @@ def alpha_bounds(*, least: Tensor, most: Tensor, draft_probs: Tensor) -> tuple[T
     """The least and the most [M] that sum min(p, q) can be, of what is known of p.
 
     least, most: [M, k + 1], the two ends of `coarse_target`; draft_probs: [M, k] of the kept ids,
-    as served. Where top-k or top-p cut beyond the kept ids, p stays on the ids of `least` at least
-    and of `most` at most, and the mass that it is divided by lies between theirs.
+    as served. Of the other ids at most min(tail_p, tail_q) overlaps. Where top-k or top-p cut
+    beyond the kept ids, p stays on the ids of `least` at least and of `most` at most, and the mass
+    that it is divided by lies between theirs.
     """
     smaller, larger = (logits.logsumexp(-1, keepdim=True) for logits in (least, most))
     low = torch.minimum((least[:, :-1] - larger).exp(), draft_probs).sum(-1)
-    _, high = tail_bound(
-        kept_overlap=torch.minimum((most[:, :-1] - smaller).exp(), draft_probs).sum(-1),
-        target_tail=(most[:, -1:] - larger).exp()[:, 0],
-        draft_tail=(1 - draft_probs.sum(-1)).clamp(min=0),
-    )
-    return low, high
+    high = torch.minimum((most[:, :-1] - smaller).exp(), draft_probs).sum(-1)
+    tails = (most[:, -1] - larger[:, 0]).exp(), (1 - draft_probs.sum(-1)).clamp(min=0)
+    return low, high + torch.minimum(*tails)

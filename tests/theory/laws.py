@@ -19,6 +19,7 @@ Shapes: N histories or rows, R blocks, K proposals, M cells of noise, V vocabula
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from scipy import stats
@@ -29,6 +30,7 @@ from draftkit.theory.warping import SamplingParams, warp
 from tests.theory.boxes import boxes
 
 Law = Callable[[Tensor], Tensor]
+TOLERANCE = 1e-10  # of the joint law of a round
 START = (0, 0)  # the tokens before the first: laws may look at the last two
 
 
@@ -161,33 +163,16 @@ def committed_law(measured: Round, target: Law, vocab_size: int) -> tuple[Tensor
     return law, own.prod(-1)
 
 
-def check_round(
-    verify: Verifier,
-    *,
-    target: Law,
-    draft: Law,
-    vocab_size: int,
-    gamma: int,
-    one_hot: bool = False,
-    stated_draft: Law | None = None,
-    lengths: Callable[[Tensor], Tensor] | None = None,
-    tolerance: float = 1e-10,
-) -> Round:
-    """Raise LawBroken unless a round, continued by the target, has the target's joint law."""
-    measured = measure_round(
-        verify,
-        target=target,
-        draft=draft,
-        vocab_size=vocab_size,
-        gamma=gamma,
-        one_hot=one_hot,
-        stated_draft=stated_draft,
-        lengths=lengths,
-    )
+def check_round(verify: Verifier, *, target: Law, vocab_size: int, **problem: Any) -> Round:
+    """Raise LawBroken unless a round, continued by the target, has the target's joint law.
+
+    problem: what else `measure_round` takes.
+    """
+    measured = measure_round(verify, target=target, vocab_size=vocab_size, **problem)
     law, own = committed_law(measured, target, vocab_size)
     error = float((law - own).abs().max())
-    if not error <= tolerance:
-        raise LawBroken(f"joint law is off by {error:.3g} (tolerance {tolerance:.0e})")
+    if not error <= TOLERANCE:
+        raise LawBroken(f"joint law is off by {error:.3g} (tolerance {TOLERANCE:.0e})")
     return measured
 
 

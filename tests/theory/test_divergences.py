@@ -1,8 +1,5 @@
 """Every divergence equals its formula in value and gradient, and stays finite at the edges."""
 
-import math
-from dataclasses import dataclass
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,14 +8,8 @@ from draftkit.config import DIVERGENCE_NAMES, DivergenceConfig
 from draftkit.theory.divergences import DIVERGENCES, LOG_FLOOR
 
 SIZE = 12
+SETTINGS = DivergenceConfig()
 names = pytest.mark.parametrize("name", DIVERGENCES)
-
-
-@dataclass
-class Weights:
-    """The settings that divergences read."""
-
-    beta: float = 0.5
 
 
 def random_pair(
@@ -37,7 +28,7 @@ def value_of(
     target_logits: Tensor,
     draft_logits: Tensor,
     token_ids: Tensor | None = None,
-    beta: float = 0.5,
+    settings: DivergenceConfig = SETTINGS,
 ) -> Tensor:
     if token_ids is None:
         token_ids = torch.zeros(draft_logits.shape[:-1], dtype=torch.int64)
@@ -45,7 +36,7 @@ def value_of(
         target_logits=target_logits,
         draft_logits=draft_logits,
         token_ids=token_ids,
-        settings=Weights(beta),
+        settings=settings,
     )
 
 
@@ -97,21 +88,12 @@ def test_the_dictionary_holds_exactly_the_names_that_the_configuration_offers() 
     assert tuple(DIVERGENCES) == DIVERGENCE_NAMES
 
 
-@names
-def test_the_shipped_settings_are_what_the_divergences_read(name: str) -> None:
-    target, draft, tokens = random_pair()
-    value = DIVERGENCES[name](
-        target_logits=target, draft_logits=draft, token_ids=tokens, settings=DivergenceConfig()
-    )
-    assert torch.equal(value, value_of(name, target, draft, tokens))
-
-
 @pytest.mark.parametrize("beta", [0.1, 0.5, 0.8])
 @names
 def test_value_and_gradient_equal_the_closed_forms(name: str, beta: float) -> None:
     target, draft, tokens = random_pair()
     value, gradient = closed_forms(name, target.softmax(-1), draft.softmax(-1), tokens, beta=beta)
-    arguments = {"token_ids": tokens, "beta": beta}
+    arguments = {"token_ids": tokens, "settings": DivergenceConfig(beta=beta)}
     found = value_of(name, target, draft, **arguments)
     torch.testing.assert_close(found, value[..., 0], rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(
@@ -127,107 +109,15 @@ def test_leading_dimensions_are_kept_and_positions_are_independent(name: str) ->
     assert torch.equal(shaped.flatten(), flat)
 
 
-# Identities and bounds
-
-
-@pytest.mark.parametrize("name", ["forward_kl", "reverse_kl", "jsd", "tvd", "neg_log_alpha"])
-def test_a_divergence_is_zero_between_equal_laws_and_positive_otherwise(name: str) -> None:
-    target, draft, _ = random_pair()
-    shifted = target + 3.0  # the same law
-    assert value_of(name, target, shifted).abs().max() < 1e-14
-    assert value_of(name, target, draft).min() > 1e-3
-    assert gradient_of(name, target, target).abs().max() < 1e-15
-
-
-def test_jsd_tends_to_the_forward_kl_at_zero_and_to_the_reverse_kl_at_one() -> None:
-    target, draft, _ = random_pair()
-    near = 1e-6
-    low = value_of("jsd", target, draft, beta=near) / near
-    torch.testing.assert_close(low, value_of("forward_kl", target, draft), rtol=1e-4, atol=0)
-    high = value_of("jsd", target, draft, beta=1 - near) / near
-    torch.testing.assert_close(high, value_of("reverse_kl", target, draft), rtol=1e-4, atol=0)
-
-
-def test_jsd_is_asymmetric_away_from_one_half_and_mirrors_under_exchange() -> None:
-    target, draft, _ = random_pair()
-    here = value_of("jsd", target, draft, beta=0.3)
-    assert (here - value_of("jsd", draft, target, beta=0.3)).abs().min() > 1e-4
-    torch.testing.assert_close(here, value_of("jsd", draft, target, beta=0.7))
-    torch.testing.assert_close(
-        value_of("jsd", target, draft, beta=0.5), value_of("jsd", draft, target, beta=0.5)
-    )
-
-
-@pytest.mark.parametrize("beta", [0.1, 0.3, 0.5])
-def test_jsd_is_at_most_the_entropy_of_beta(beta: float) -> None:
-    entropy = -beta * math.log(beta) - (1 - beta) * math.log(1 - beta)
-    for spread in (1.0, 10.0, 1000.0):
-        target, draft, _ = random_pair(rows=200, spread=spread)
-        value = value_of("jsd", target, draft, beta=beta)
-        assert value.max() <= entropy + 1e-12
-    assert value.max() > entropy - 1e-6  # reached by disjoint laws
-
-
-def test_the_gradient_of_tvd_raises_exactly_the_logits_where_the_draft_is_too_low() -> None:
-    target, draft, _ = random_pair(rows=100)
-    gradient = gradient_of("tvd", target, draft)
-    is_below = draft.softmax(-1) < target.softmax(-1)
-    assert (gradient[is_below] < 0).all()
-    assert (gradient[~is_below] > 0).all()
-    assert gradient.sum(-1).abs().max() < 1e-15
-
-
-def test_tvd_obeys_pinsker_and_bretagnolle_huber() -> None:
-    for spread in (0.1, 1.0, 5.0):
-        target, draft, _ = random_pair(rows=500, spread=spread)
-        variation = value_of("tvd", target, draft)
-        divergence = value_of("forward_kl", target, draft)
-        assert (variation <= (divergence / 2).sqrt() + 1e-12).all()
-        assert (variation <= (1 - (-divergence).exp()).sqrt() + 1e-12).all()
-
-
-@pytest.mark.parametrize("name", [name for name in DIVERGENCES if name != "next_token"])
-def test_a_loss_is_the_exact_sum_and_does_not_look_at_the_sampled_token(name: str) -> None:
-    target, draft, tokens = random_pair()
-    first = value_of(name, target, draft, tokens)
-    assert torch.equal(first, value_of(name, target, draft, (tokens + 1) % SIZE))
-
-
 def test_next_token_needs_no_target_and_the_others_say_that_they_do() -> None:
     target, draft, tokens = random_pair()
-    arguments = {"draft_logits": draft, "token_ids": tokens, "settings": Weights()}
+    arguments = {"draft_logits": draft, "token_ids": tokens, "settings": SETTINGS}
     without = DIVERGENCES["next_token"](target_logits=None, **arguments)
     assert torch.equal(without, value_of("next_token", target, draft, tokens))
     for name in DIVERGENCES:
         if name != "next_token":
             with pytest.raises(AssertionError, match="next_token"):
                 DIVERGENCES[name](target_logits=None, **arguments)
-
-
-def test_log_probabilities_with_a_tail_bucket_are_as_good_as_logits() -> None:
-    target, draft, _ = random_pair()
-    log_p, log_q = target.log_softmax(-1), draft.log_softmax(-1)
-    torch.testing.assert_close(
-        value_of("forward_kl", log_p, log_q), value_of("forward_kl", target, draft)
-    )
-
-
-def test_two_hundred_steps_of_the_shipped_default_raise_alpha_from_a_cold_start() -> None:
-    target, start, _ = random_pair(rows=8, size=2000, spread=3.0, dtype=torch.float32)
-
-    def alpha_after(name: str) -> float:
-        draft = start.clone().requires_grad_()
-        optimizer = torch.optim.SGD([draft], lr=20.0)
-        for _ in range(200):
-            optimizer.zero_grad()
-            value_of(name, target, draft).mean().backward()
-            optimizer.step()
-        return 1 - value_of("tvd", target, draft).mean().item()
-
-    before = 1 - value_of("tvd", target, start).mean().item()
-    assert before < 0.05
-    assert alpha_after(DivergenceConfig().name) > before + 0.5
-    assert alpha_after("tvd") < before + 0.1  # whose gradient vanishes where laws are disjoint
 
 
 # Edges
@@ -296,18 +186,6 @@ def test_half_precision_logits_are_raised_to_float32(name: str, dtype: torch.dty
     value = value_of(name, target, draft, tokens)
     assert value.dtype == torch.float32
     assert torch.equal(value, value_of(name, target.float(), draft.float(), tokens))
-
-
-def test_alpha_from_bfloat16_logits_of_a_large_vocabulary_equals_float64_to_a_thousandth() -> None:
-    target, noise, _ = random_pair(rows=4, size=150_000, dtype=torch.bfloat16)
-    draft = (target.float() + 0.3 * noise.float()).bfloat16()
-    exact = torch.minimum(target.double().softmax(-1), draft.double().softmax(-1)).sum(-1)
-    half = torch.minimum(target.softmax(-1), draft.softmax(-1)).sum(-1)
-    from_tvd = 1 - value_of("tvd", target, draft)
-    from_log = (-value_of("neg_log_alpha", target, draft)).exp()
-    torch.testing.assert_close(from_tvd.double(), exact, rtol=0, atol=1e-3)
-    torch.testing.assert_close(from_log.double(), exact, rtol=0, atol=1e-3)
-    assert (half.double() - exact).abs().max() > 1e-3  # what the promotion is for
 
 
 @names

@@ -74,10 +74,6 @@ def test_every_value_equals_a_reference_in_unbounded_integers_that_stays_below_2
             assert largest < 2**63
 
 
-def test_no_product_of_the_hash_can_overflow_int64_whatever_the_key() -> None:
-    assert all((2**32 - 1) * multiplier < 2**63 for _, multiplier in noise._ROUNDS)
-
-
 def test_values_are_float64_in_the_half_open_unit_interval() -> None:
     values = noise.uniform(**grid(), count=64, purpose=noise.ACCEPT)
     assert values.dtype == torch.float64
@@ -133,12 +129,6 @@ def test_neighbouring_keys_give_independent_values(name: str) -> None:
     assert 2 * stats.norm.sf(abs(correlation) * len(first) ** 0.5) > LEVEL
 
 
-def test_different_keys_never_give_the_same_value_in_a_million() -> None:
-    values = noise.uniform(**grid(), count=256, purpose=noise.DRAFT).flatten()
-    # 2^20 draws of 52 bits collide with probability 1e-4.
-    assert len(values.unique()) == len(values)
-
-
 def test_a_key_gives_the_same_value_alone_and_in_any_batch() -> None:
     keys = grid(size=8)
     together = noise.uniform(**keys, count=5, purpose=noise.ACCEPT)
@@ -189,21 +179,13 @@ def test_sample_skips_tokens_of_probability_zero_where_the_running_sum_wobbles(
         assert noise.sample(probs=probs, uniform=uniform).tolist() == [token]
 
 
-def test_sample_has_the_law_of_its_weights() -> None:
-    weights = torch.tensor([3.0, 0.0, 1.0, 4.0])
-    uniform = noise.uniform(**grid(), count=16, purpose=noise.DRAFT).flatten()
-    tokens = noise.sample(probs=weights.expand(len(uniform), 4), uniform=uniform)
-    law = weights.double() / weights.sum()
-    assert chi_square_p_value(torch.bincount(tokens, minlength=4), law) > LEVEL
-
-
-def test_sample_keeps_the_boundaries_of_a_large_vocabulary_in_float64() -> None:
-    # In float32 a cumulative sum over 150,000 tokens would be off by whole tokens.
-    size = 150_000
-    probs = torch.full((1, size), 1 / size)
-    token = torch.tensor([123_456])
-    uniform = (token.double() + 0.5) / size
-    assert noise.sample(probs=probs, uniform=uniform).equal(token)
+def test_sample_keeps_the_boundaries_of_unlikely_tokens_in_float64() -> None:
+    # In float32 a cumulative sum at 1 would not see them.
+    probs = torch.tensor([[1.0, 1e-9, 1e-9]])
+    total = probs.double().sum()
+    for token in (1, 2):
+        uniform = (1 + (token - 0.5) * 1e-9) / total
+        assert noise.sample(probs=probs, uniform=uniform[None]).tolist() == [token]
 
 
 def test_noise_compiles_without_a_break() -> None:

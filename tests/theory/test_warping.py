@@ -23,7 +23,7 @@ from draftkit.theory.warping import (
     warp,
     warped_logits,
 )
-from tests.params import params_of, select
+from tests.params import params_of
 
 VOCAB_SIZE = 40
 SETTINGS = [
@@ -86,19 +86,6 @@ def test_a_batch_of_mixed_settings_equals_hugging_face_row_by_row(
                 tied = (theirs == -torch.inf) & (mine == smallest)
                 theirs = torch.where(tied, smallest, theirs)
             torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=0)
-
-
-def test_rows_do_not_see_each_others_settings() -> None:
-    logits = random_batch(len(SETTINGS), 1, torch.float64)
-    seen = torch.zeros(logits.shape, dtype=torch.bool)
-    seen[..., ::3] = True
-    params = params_of(SETTINGS)
-    together = warp(logits, params, seen)
-    for row in range(0, len(SETTINGS), 7):
-        index = torch.tensor([row])
-        alone = SamplingParams.uniform(1, **SETTINGS[row])
-        assert torch.equal(warp(logits[index], alone, seen[index]), together[index])
-        assert torch.equal(warp(logits[index], select(params, index), seen[index]), together[index])
 
 
 def test_the_flags_spare_work_but_never_change_a_result() -> None:
@@ -184,11 +171,6 @@ def test_cuts_without_a_sort_are_those_of_a_sort(
         assert mine.equal(by_sorting(row.double(), **cut) & (row > -torch.inf)), cut
 
 
-def test_rows_that_keep_all_have_no_bound_on_top_k() -> None:
-    assert SamplingParams.uniform(2, top_k=7).largest_top_k == 7
-    assert SamplingParams.uniform(1).largest_top_k is None
-
-
 @pytest.mark.parametrize("name", ["top_k", "top_p", "repetition_penalty", "temperature"])
 def test_a_flag_is_set_exactly_when_a_row_needs_it(name: str) -> None:
     active = {"top_k": 3, "top_p": 0.5, "repetition_penalty": 1.2, "temperature": 0.0}
@@ -214,12 +196,6 @@ def test_greedy_rows_alone_and_beside_sampled_ones_are_the_same() -> None:
         )
 
 
-def test_a_repetition_penalty_without_a_history_is_refused() -> None:
-    params = SamplingParams.uniform(1, repetition_penalty=1.2)
-    with pytest.raises(AssertionError, match="seen"):
-        warp(random_batch(1, 1, torch.float32), params)
-
-
 def test_temperature_zero_is_one_hot_at_the_first_largest_penalised_logit() -> None:
     logits = torch.tensor([[[5.0, 4.9, 4.9, -1.0]], [[1.0, 3.0, 3.0, -torch.inf]]])
     params = SamplingParams.uniform(2, temperature=0.0, top_k=2, top_p=0.5, repetition_penalty=1.1)
@@ -231,35 +207,12 @@ def test_temperature_zero_is_one_hot_at_the_first_largest_penalised_logit() -> N
     assert torch.equal(warp(logits, params, seen), one_hot)
 
 
-def test_a_small_temperature_tends_to_temperature_zero() -> None:
-    logits = random_batch(4, 3, torch.float64)
-    cold = warp(logits, SamplingParams.uniform(4, temperature=1e-4))
-    torch.testing.assert_close(cold, warp(logits, SamplingParams.uniform(4, temperature=0.0)))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_raised_to_float32_before_any_arithmetic(dtype: torch.dtype) -> None:
     logits = random_batch(2, 2, dtype)
     params = SamplingParams.uniform(2, temperature=0.7, top_k=9, top_p=0.9)
     assert promote(logits).dtype == torch.float32
     assert torch.equal(warp(logits, params), warp(logits.float(), params))
-
-
-def test_seen_tokens_are_those_before_the_length_of_each_row() -> None:
-    tokens = torch.tensor([[3, 1, 3, 0], [2, 2, 0, 4], [4, 4, 4, 4]])
-    seen = seen_tokens(tokens, torch.tensor([3, 1, 0]), 5)
-    assert [row.nonzero().flatten().tolist() for row in seen] == [[1, 3], [2], []]
-
-
-def test_seen_along_holds_the_history_before_each_position_of_a_round() -> None:
-    seen = torch.tensor([[True, False, False, False], [False, False, False, True]])
-    along = seen_along(seen, torch.tensor([[2, 2, 1], [3, 0, 1]]))
-    found = [[position.nonzero().flatten().tolist() for position in row] for row in along]
-    assert found == [
-        [[0], [0, 2], [0, 2], [0, 1, 2]],
-        [[3], [3], [0, 3], [0, 1, 3]],
-    ]
-    assert seen_along(seen, torch.zeros(2, 0, dtype=torch.int64)).equal(seen[:, None])
 
 
 def test_a_whole_round_under_a_penalty_equals_hugging_face_position_by_position() -> None:

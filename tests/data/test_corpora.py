@@ -312,26 +312,6 @@ def test_the_first_rows_of_the_corpus_are_of_all_domains_and_splits() -> None:
     assert domain == "cpp"
 
 
-def test_repeated_rows_and_other_answers_to_a_question_share_a_split(tmp_path: Path) -> None:
-    asked = [f"What is {number} + {number}?" for number in range(50)]
-    rows = [
-        {"index": copy * 100 + number, "prompt": question, "completion": f"answer {copy}"}
-        for copy in range(3)
-        for number, question in enumerate(asked)
-    ]
-    keys = {"prompt": "user", "completion": "assistant"}
-    chats = [
-        {"messages": [{"role": role, "content": row[key]} for key, role in keys.items()]}
-        for row in rows
-    ]
-    for form in (rows, chats):
-        path = jsonl(tmp_path / "a.jsonl", form)
-        data = DataConfig(name="local", path=str(path), test_fraction=0.3)
-        for part in split(load(str(data.path)), data).values():
-            asked = Counter(str(document.row).partition("answer")[0] for document in part)
-            assert set(asked.values()) == {3}
-
-
 SAID = {"role": "assistant", "content": "ok"}
 GREETING = {"role": "assistant", "content": "hello"}
 
@@ -339,7 +319,7 @@ GREETING = {"role": "assistant", "content": "hello"}
 @pytest.mark.parametrize(
     "rows",
     [
-        [{"prompt": f"a b{space}"} for space in ("", " ", "\n")],
+        [{"prompt": f"a b{space}", "completion": space} for space in ("", " ", "\n")],
         [
             {
                 "messages": [
@@ -355,7 +335,7 @@ GREETING = {"role": "assistant", "content": "hello"}
             for count in range(3)
         ],
     ],
-    ids=["white space", "system turns", "a log that grows"],
+    ids=["white space and answers", "system turns", "a log that grows"],
 )
 def test_rows_of_one_question_are_one_document(rows: list[Any], tmp_path: Path) -> None:
     other = {"messages": [GREETING, {"role": "user", "content": "b"}]}

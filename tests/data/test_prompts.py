@@ -191,40 +191,7 @@ def test_special_tokens_in_the_corpus_are_words_and_in_a_file_they_are_control(
     assert 1 in tokenizer("a <|im_end|>")["input_ids"]  # nothing stays switched
 
 
-def test_long_texts_do_not_trip_the_length_warning() -> None:
-    short = byte_bpe()
-    key = "sequence-length-is-longer-than-the-specified-maximum"
-    examples_of({"text": WORDS * 9}, short)
-    examples_of({"prompt": WORDS * 9, "completion": WORDS * 9}, short)
-    short.chat_template = CHAT
-    examples_of({"messages": chat(WORDS * 9, WORDS * 9)}, short)
-    assert key not in short.deprecation_warnings
-    short(WORDS * 9)
-    assert key in short.deprecation_warnings
-
-
 # Chats
-
-
-def contexts_of(tokenizer: Fast, messages: list[dict[str, str]], **options: Any) -> list[list[int]]:
-    """What a server would see before each answer."""
-    ends = [index for index, turn in enumerate(messages) if turn["role"] == "assistant"]
-    options = {"add_generation_prompt": True, "date_string": "01 Jan 2026", **options}
-    return [tokenizer.apply_chat_template(messages[:n], **options)["input_ids"] for n in ends]
-
-
-@pytest.mark.parametrize("make", [thinking, headers, lambda: byte_bpe(template=CHAT)])
-def test_every_answer_of_a_chat_is_an_example_after_what_a_server_would_see(
-    make: Callable[[], Fast],
-) -> None:
-    tokenizer = make()
-    turns = chat("hi", "<think>\nhm\n</think>\n\na draft", "and?", "the end", "more?", "no")
-    examples = examples_of({"messages": turns}, tokenizer)
-    assert [example.prompt_ids for example in examples] == contexts_of(tokenizer, turns)
-    end = tokenizer.eos_token
-    for example, turn in zip(examples, turns[1::2], strict=True):
-        assert learned(example, tokenizer).endswith(turn["content"] + end)
-        assert example.token_ids[-1] == tokenizer.eos_token_id  # not the line end of the template
 
 
 def test_a_prompt_is_a_user_turn_where_there_is_a_template() -> None:
@@ -233,8 +200,10 @@ def test_a_prompt_is_a_user_turn_where_there_is_a_template() -> None:
     options: dict[str, Any] = {"template_options": {"enable_thinking": False}, "system": "Short."}
     (example,) = examples_of(row, tokenizer, **options)
     front = {"role": "system", "content": "Short."}
-    turns = [front, *chat("the draft", "keeps")]
-    assert [example.prompt_ids] == contexts_of(tokenizer, turns, enable_thinking=False)
+    context = tokenizer.apply_chat_template(
+        [front, *chat("the draft")], add_generation_prompt=True, enable_thinking=False
+    )
+    assert example.prompt_ids == context["input_ids"]
     assert learned(example, tokenizer) == "keeps<|im_end|>"
     (alone,) = examples_of({"prompt": "the draft"}, tokenizer, **options)
     assert alone.token_ids == example.prompt_ids
@@ -253,10 +222,6 @@ def test_prompts_and_answers_that_name_special_tokens_are_text_and_are_counted(
     end = tokenizer.eos_token
     row = {"prompt": f"what is {end}?", "completion": f"{end} ends a turn"}
     (example,) = examples_of(row, tokenizer)
-    (plain,) = examples_of({"prompt": "what is it?"}, tokenizer)
-    assert example.prompt_ids.count(tokenizer.eos_token_id) == plain.prompt_ids.count(
-        tokenizer.eos_token_id
-    )
     assert learned(example, tokenizer).endswith(f"{end[0]}\u200b{end[1:]} ends a turn{end}")
     others = [{"prompt": f"{n}", "completion": "b"} for n in range(4)]
     splits = splits_of(tmp_path, [row, *others], tokenizer)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -224,3 +225,14 @@ def prompts(lengths: list[int], *, seed: int = 0) -> list[list[int]]:
     """Random prompts of those lengths, of bytes."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(256, (n,), generator=generator).tolist() for n in lengths]
+
+
+def tokens(rows: int = 2, length: int = 9) -> Tensor:
+    """Random texts [rows, length] of bytes."""
+    return torch.tensor(prompts([length] * rows))
+
+
+@torch.no_grad()
+def logits(model: Any, texts: Tensor) -> Tensor:
+    """The model's own logits [B, T, V] of `texts` [B, T], with nothing of ours."""
+    return model(input_ids=texts, use_cache=False).logits

@@ -15,7 +15,6 @@ from transformers import (
     GraniteConfig,
     Lfm2Config,
     PreTrainedConfig,
-    PreTrainedModel,
     RwkvConfig,
 )
 
@@ -28,22 +27,12 @@ ATOL = 1e-5
 architectures = pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 
 
-def full_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """The model's own logits [B, T, V], with nothing of ours."""
-    with torch.no_grad():
-        return model(input_ids=tokens, use_cache=False).logits
-
-
-def random_tokens(rows: int, length: int) -> Tensor:
-    return torch.tensor(tiny.prompts([length] * rows))
-
-
 @architectures
 @torch.no_grad()
 def test_ragged_steps_with_rollback_equal_the_model_without_a_cache(architecture: str) -> None:
     adapter = tiny.adapter(architecture, dtype=torch.float64)
-    tokens = random_tokens(3, 30)
-    expected = full_logits(adapter.model, tokens)
+    tokens = tiny.tokens(3, 30)
+    expected = tiny.logits(adapter.model, tokens)
     cache = SlotCache(5, 40)
     rows = torch.tensor([4, 0, 2])
     start = torch.tensor([3, 12, 9])  # rows are at different positions all the way
@@ -79,14 +68,14 @@ def test_scores_of_kept_positions_equal_the_model_whatever_lies_to_the_right(
     architecture: str,
 ) -> None:
     adapter = tiny.adapter(architecture, dtype=torch.float64)
-    tokens = random_tokens(3, 24)
+    tokens = tiny.tokens(3, 24)
     lengths = torch.tensor([24, 5, 13])
     inside = torch.arange(24) < lengths[:, None]
     keep = inside & (torch.arange(24) % 3 != 1)
     padded = tokens.masked_fill(~inside, 257)
     scores = adapter.score(padded, keep)
     expected = [
-        full_logits(adapter.model, tokens[row : row + 1, :n])[0][keep[row, :n]]
+        tiny.logits(adapter.model, tokens[row : row + 1, :n])[0][keep[row, :n]]
         for row, n in enumerate(lengths.tolist())
     ]
     torch.testing.assert_close(scores, torch.cat(expected), atol=ATOL, rtol=0)
@@ -120,7 +109,7 @@ SHAPE: dict[str, Any] = {
 @torch.no_grad()
 def test_packed_texts_are_scored_as_they_are_alone(architecture: str) -> None:
     adapter = tiny.adapter(architecture, dtype=torch.float64)
-    texts = [random_tokens(1, length)[0] for length in (9, 1, 14)]
+    texts = [tiny.tokens(1, length)[0] for length in (9, 1, 14)]
     row = torch.cat([*texts, torch.zeros(4, dtype=torch.long)])[None]
     packing = Packing(
         positions=torch.cat([*(torch.arange(len(text)) for text in texts), torch.zeros(4)])[
@@ -140,8 +129,8 @@ def test_packed_texts_are_scored_as_they_are_alone(architecture: str) -> None:
 def test_scaled_logits_are_scored_and_stepped_whole(config: Callable[[], PreTrainedConfig]) -> None:
     model = AutoModelForCausalLM.from_config(config(), dtype=torch.float32).eval().double()
     adapter = CausalAdapter(model, vocab_size=32)
-    tokens = random_tokens(2, 9) % 32
-    expected = full_logits(model, tokens)
+    tokens = tiny.tokens(2, 9) % 32
+    expected = tiny.logits(model, tokens)
     assert adapter.head is None
     scores = adapter.score(tokens, torch.ones(2, 9, dtype=torch.bool))
     torch.testing.assert_close(scores, expected.flatten(0, 1), atol=ATOL, rtol=0)
@@ -169,7 +158,7 @@ def test_looking_at_the_head_leaves_the_mode_of_the_model_alone() -> None:
 
 def test_scores_carry_gradients_to_every_weight() -> None:
     adapter = tiny.adapter()
-    adapter.score(random_tokens(2, 6), torch.ones(2, 6, dtype=torch.bool)).square().sum().backward()
+    adapter.score(tiny.tokens(2, 6), torch.ones(2, 6, dtype=torch.bool)).square().sum().backward()
     assert all(weight.grad is not None for weight in adapter.parameters())
 
 
@@ -192,9 +181,9 @@ def padded_copy(adapter: CausalAdapter, rows: int) -> CausalAdapter:
 def test_scores_and_steps_are_cut_to_the_real_vocabulary() -> None:
     plain = tiny.adapter(dtype=torch.float64)
     adapter = padded_copy(plain, 320)
-    tokens = random_tokens(2, 5)
+    tokens = tiny.tokens(2, 5)
     keep = torch.ones(2, 5, dtype=torch.bool)
-    expected = full_logits(plain.model, tokens)
+    expected = tiny.logits(plain.model, tokens)
     torch.testing.assert_close(adapter.score(tokens, keep), expected.flatten(0, 1))
     positions = torch.arange(5).expand(2, 5)
     stepped = adapter.step(tokens, positions=positions, cache=SlotCache(2, 8))
@@ -214,8 +203,8 @@ def test_loaded_weights_are_the_new_ones_in_the_old_tensors() -> None:
     new = tiny.model(seed=5)
     adapter.load_weights(new.state_dict())
     assert [weight.data_ptr() for weight in adapter.parameters()] == places
-    tokens = random_tokens(1, 6)
-    assert torch.equal(full_logits(adapter.model, tokens), full_logits(new, tokens))
+    tokens = tiny.tokens(1, 6)
+    assert torch.equal(tiny.logits(adapter.model, tokens), tiny.logits(new, tokens))
 
 
 NORM = "model.norm.weight"

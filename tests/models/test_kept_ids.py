@@ -21,7 +21,6 @@ from tests.records import record
 
 KEPT = torch.tensor([0, 7, 65, 200, 257])
 ATOL = 1e-5  # models compute norms and rotations in float32
-GREEDY = SamplingConfig(temperature=0.0)
 
 
 def keeping(model: PreTrainedModel, kept: Tensor = KEPT) -> CausalAdapter:
@@ -34,17 +33,8 @@ def only_kept(logits: Tensor, kept: Tensor = KEPT) -> Tensor:
     return logits[..., : tiny.VOCAB_SIZE].masked_fill(others, -torch.inf)
 
 
-def tokens(rows: int = 2, length: int = 9) -> Tensor:
-    return torch.tensor(tiny.prompts([length] * rows))
-
-
 def everywhere(texts: Tensor) -> Tensor:
     return torch.ones(texts.shape, dtype=torch.bool)
-
-
-@torch.no_grad()
-def full_logits(model: Any, texts: Tensor) -> Tensor:
-    return model(input_ids=texts, use_cache=False).logits
 
 
 @torch.inference_mode()
@@ -63,10 +53,10 @@ def kept_head(adapter: CausalAdapter) -> Head:
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 def test_kept_ids_have_their_logits_and_all_others_none(architecture: str) -> None:
     adapter = keeping(tiny.model(architecture, vocab_size=300, dtype=torch.float64))
-    expected = only_kept(full_logits(adapter.model, tokens()))
-    scores = adapter.score(tokens(), everywhere(tokens()))
+    expected = only_kept(tiny.logits(adapter.model, tiny.tokens()))
+    scores = adapter.score(tiny.tokens(), everywhere(tiny.tokens()))
     torch.testing.assert_close(scores, expected.flatten(0, 1), atol=ATOL, rtol=0)
-    torch.testing.assert_close(stepped(adapter, tokens()), expected, atol=ATOL, rtol=0)
+    torch.testing.assert_close(stepped(adapter, tiny.tokens()), expected, atol=ATOL, rtol=0)
 
 
 def test_a_plain_head_is_computed_on_the_kept_rows_only() -> None:
@@ -75,8 +65,8 @@ def test_a_plain_head_is_computed_on_the_kept_rows_only() -> None:
     adapter.model.get_output_embeddings().register_forward_hook(
         lambda module, given, output: rows.append(len(module.weight))
     )
-    stepped(adapter, tokens())
-    adapter.score(tokens(), everywhere(tokens()))
+    stepped(adapter, tiny.tokens())
+    adapter.score(tiny.tokens(), everywhere(tiny.tokens()))
     assert rows == []
     assert adapter.head is not None
     assert kept_head(adapter).weight.shape == adapter.head.weight.shape == (len(KEPT), 64)
@@ -85,7 +75,7 @@ def test_a_plain_head_is_computed_on_the_kept_rows_only() -> None:
 def test_losses_on_kept_ids_have_the_gradients_of_the_whole_head() -> None:
     adapter, whole = keeping(tiny.model(dtype=torch.float64)), tiny.adapter(dtype=torch.float64)
     for one in (adapter, whole):
-        one.score(tokens(), everywhere(tokens()))[:, KEPT].square().sum().backward()
+        one.score(tiny.tokens(), everywhere(tiny.tokens()))[:, KEPT].square().sum().backward()
     for one, other in zip(adapter.parameters(), whole.parameters(), strict=True):
         assert one.grad is not None
         torch.testing.assert_close(one.grad, other.grad)
@@ -96,10 +86,10 @@ def test_steps_see_every_change_of_the_head_in_the_place_where_it_was() -> None:
     optimizer = torch.optim.AdamW(adapter.parameters(), lr=0.1, fused=True)
     places = []
     for _ in range(3):
-        expected = only_kept(full_logits(adapter.model, tokens()))
-        torch.testing.assert_close(stepped(adapter, tokens()), expected, atol=1e-4, rtol=0)
+        expected = only_kept(tiny.logits(adapter.model, tiny.tokens()))
+        torch.testing.assert_close(stepped(adapter, tiny.tokens()), expected, atol=1e-4, rtol=0)
         places.append(kept_head(adapter).weight.data_ptr())
-        adapter.score(tokens(), everywhere(tokens()))[:, KEPT].square().sum().backward()
+        adapter.score(tiny.tokens(), everywhere(tiny.tokens()))[:, KEPT].square().sum().backward()
         optimizer.step()
         adapter.renew()
     weights = tiny.model(seed=5).state_dict()
@@ -182,7 +172,7 @@ def test_alpha_counts_what_the_target_says_outside_of_the_kept_ids_as_lost(
         return
     for prompt, one in enumerate(records):
         text = torch.tensor([[*one.prompt_ids, *one.output_ids]])
-        law = full_logits(target.model, text)[0, 2:-1].softmax(-1)
+        law = tiny.logits(target.model, text)[0, 2:-1].softmax(-1)
         # q is p divided by its mass on the kept ids, so that min(p, q) is p there.
         mass = float(law[:, kept].sum())
         assert float(scored.totals["alpha"][prompt]) == pytest.approx(mass, abs=1e-4)

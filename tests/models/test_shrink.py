@@ -17,7 +17,6 @@ from draftkit.models.shrink import (
     kept_share,
     read_kept_ids,
     shrink,
-    write_kept_ids,
 )
 from tests import tiny
 
@@ -184,12 +183,6 @@ def test_kinds_of_text_weigh_the_same_whatever_they_hold() -> None:
 
 def test_the_kept_share_counts_tokens() -> None:
     assert kept_share([[1, 1, 2], [3]], torch.tensor([1, 3, 8])) == 0.75
-
-
-def test_kept_ids_are_read_as_they_were_written(tmp_path: Path) -> None:
-    ids = torch.tensor([0, 3, 9])
-    write_kept_ids(tmp_path, ids)
-    assert torch.equal(read_kept_ids(tmp_path / KEPT_IDS, 10), ids)
 
 
 DAMAGED = ["[3, 1]", "[1, 1]", "[1, 10]", "[-1, 1]", "[]", "[1.0]", "[false, true]", "[[1]]"]

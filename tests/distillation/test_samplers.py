@@ -127,7 +127,7 @@ def test_compiled_sampling_keeps_one_decoder_and_answers_as_eager_sampling_does(
         assert len(made) == strict.made == 1
         too_long = Request(prompt_ids=[1] * 99, max_new_tokens=1, sampling=SamplingConfig())
         with pytest.raises(ValueError, match="a row needs 102 cache slots"):
-            compiled._answer([too_long])
+            compiled.answers([too_long])
         assert compiled.sample(PROMPTS[:1], rows=[0], version="v") != []
         assert len(made) == 2
 

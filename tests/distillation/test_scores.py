@@ -10,7 +10,7 @@ from draftkit.config import SamplingConfig, SourceConfig
 from draftkit.data.lengths import Room
 from draftkit.data.prompts import Example
 from draftkit.data.rollouts import Record
-from draftkit.distillation.samplers import AnswerSettings, DecoderSampler
+from draftkit.distillation.samplers import DecoderSampler
 from draftkit.distillation.scores import sampled_scores, scored_by, stored_scores, texts_to_score
 from draftkit.distillation.sources import TrainingTexts
 from tests import tiny
@@ -39,15 +39,17 @@ def test_the_ids_of_every_token_are_the_targets_likeliest_there() -> None:
 
 
 def sampled(target: Any, temperature: float, top_k: int = 4) -> list[Record]:
-    settings = AnswerSettings(
+    sampler = DecoderSampler(
+        model=target,
+        name="target",
         sampling=SamplingConfig(temperature=temperature, top_p=0.9),
         eos_token_ids=[1],
         max_new_tokens=9,
         max_length=99,
         batch_size=3,
         seed=2,
+        top_k=top_k,
     )
-    sampler = DecoderSampler(model=target, name="target", settings=settings, top_k=top_k)
     return sampler.sample(tiny.prompts([3, 9, 1, 14]), rows=[*range(4)], version="")
 
 

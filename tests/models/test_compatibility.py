@@ -39,8 +39,13 @@ def test_a_good_pair_passes(pairs: Path) -> None:
     assert seen["ids"].level == seen["end"].level == seen["context"].level == GOOD
 
 
-def test_other_ids_are_wrong(pairs: Path) -> None:
-    seen = of(pairs / "pair", f"target.path={pairs / 'tokenizer' / 'target'}")
+def test_other_ids_are_wrong(pairs: Path, tmp_path: Path) -> None:
+    other = copied(pairs, tmp_path, "target", "config.json") / "target"
+    tokenizer = read_json(other / "tokenizer.json")
+    ids = tokenizer["model"]["vocab"]
+    ids["a"], ids["b"] = ids["b"], ids["a"]
+    write_json(other / "tokenizer.json", tokenizer)
+    seen = of(pairs / "pair", f"target.path={other}")
     assert seen["ids"].level == WRONG
     assert "different vocabularies" in seen["ids"].text
 

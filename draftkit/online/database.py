@@ -121,7 +121,9 @@ class Database:
             except sqlite3.DatabaseError as error:
                 if _is_damage(error):  # it is looked over when it is opened next
                     self._release()
-                raise OSError(errno.EIO, str(error), str(self.path)) from error
+                is_full = getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL
+                number = errno.ENOSPC if is_full else errno.EIO
+                raise OSError(number, str(error), str(self.path)) from error
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:

@@ -2,8 +2,8 @@
 
 Each route has one proposer of the decoder. A watcher thread looks at the registry, reads and checks
 versions beside the rounds; the weights are copied in place by the thread that decodes, between two
-rounds. What is corrupt, foreign or of another shape is refused and told; serving goes on. Whether a
-version is any good is the daemon's to judge. Knows no requests and no HTTP.
+rounds, and read back. What is corrupt, foreign or of another shape is refused and told; serving
+goes on. Whether a version is any good is the daemon's to judge. Knows no requests and no HTTP.
 """
 
 import logging
@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -43,17 +43,29 @@ class Route:
         self.proposer.version = self.proposer.version or START
 
 
+@dataclass
+class Offer:
+    """Weights that wait to be copied between two rounds."""
+
+    route: Route
+    version: str
+    weights: dict[str, Tensor]
+    previous: dict[str, Tensor]  # copies of what they replace
+
+
 class Drafters:
     """All routes, and the thread that follows their registries; see the module's docstring.
 
-    Methods marked so are for the thread that decodes; the others for any.
+    `wake` is called when weights wait for `install`. Methods marked so are for the thread that
+    decodes; the others for any.
     """
 
     def __init__(self, routes: Iterable[Route]) -> None:
         self.routes = {route.name: route for route in routes}
         self.swaps = self.refused = 0  # versions
         self.last_swap_seconds = 0.0  # for which the rounds waited
-        self._swap: Callable[[], None] | None = None  # what waits for `install`
+        self.wake: Callable[[], None] = lambda: None
+        self._offer: Offer | None = None
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -67,14 +79,30 @@ class Drafters:
     @torch.no_grad()
     def install(self) -> None:
         """Copy the weights that wait, if any; rows in flight go on and stay exact."""
-        if (swap := self._swap) is None:
+        if (offer := self._offer) is None:
             return
-        self._swap, started = None, time.perf_counter()
-        swap()
-        self.swaps += 1
+        route, started, reason = offer.route, time.perf_counter(), ""
+        before = route.proposer.version
+        try:
+            self._decoder.swap(route.name, offer.weights, offer.version)
+            if not same(route.proposer.weights(), offer.weights):
+                reason = "its weights read back other than they were written"
+        except Exception as error:  # whatever it is, the rounds go on with what was in force
+            reason = f"it could not be copied: {error}"
+        if reason:
+            self._decoder.swap(route.name, offer.previous, before)
+            self._refuse(route, offer.version, reason)
+        else:
+            self.swaps += 1
         self.last_swap_seconds = time.perf_counter() - started
+        self._offer = None  # only now is another one made
 
     # For any thread
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is something to install."""
+        return self._offer is not None
 
     def versions(self) -> dict[str, str]:
         """The version in force on each route."""
@@ -97,7 +125,7 @@ class Drafters:
     def poll(self) -> None:
         """Follow every registry, once, unless a version waits to be installed."""
         for route in self.routes.values():
-            if route.registry is not None and self._swap is None:
+            if route.registry is not None and self._offer is None:
                 try:
                     self._follow(route, route.registry)
                     route.trouble = ""
@@ -116,16 +144,22 @@ class Drafters:
 
     def _load(self, route: Route, registry: Registry, version: Version) -> None:
         """Read and check `version`; what fits waits for `install`, the rest is refused."""
+        own = route.proposer.weights()
         try:
-            weights = fitted(route.proposer.weights(), registry.read(version))
+            weights = fitted(own, registry.read(version))
         except ValueError as error:
-            self.refused += 1
-            names = (route.name, version.name, route.proposer.version)
-            log.error("route %s: version %s is refused, %s goes on: %s", *names, error)
-            return
-        self._swap = partial(self._decoder.swap, route.name, weights, version.name)
+            return self._refuse(route, version.name, str(error))
+        previous = {name: tensor.clone() for name, tensor in own.items()}
+        self._offer = Offer(route, version.name, weights, previous)
         if self._thread is None:  # no other thread decodes
             self.install()
+        else:
+            self.wake()
+
+    def _refuse(self, route: Route, version: str, reason: str) -> None:
+        self.refused += 1
+        names = (route.name, version, route.proposer.version)
+        log.error("route %s: version %s is refused, %s goes on: %s", *names, reason)
 
 
 def fitted(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -144,6 +178,14 @@ def fitted(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> dict[str, 
         if not is_finite:
             raise ValueError(f"{name} holds numbers that are not finite")
     return copies
+
+
+def same(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> bool:
+    """Whether every tensor of `own` holds exactly what is `given`."""
+    if not any(tensor.is_cuda for tensor in own.values()):
+        return all(torch.equal(tensor, given[name]) for name, tensor in own.items())
+    equal = [(tensor == given[name]).all() for name, tensor in own.items()]
+    return bool(torch.stack(equal).all())
 
 
 @cache

@@ -28,7 +28,8 @@ from draftkit.serving.protocol import TOP_LOGPROBS
 from draftkit.serving.recorder import Recorder
 from draftkit.serving.rows import Rows
 
-IDLE_SECONDS = 0.25  # after which an engine without jobs looks for weights to install
+IDLE_SECONDS = 1.0  # after which an engine without jobs shows that it lives
+STALLED_SECONDS = 120.0  # a round of compiled code may have to be compiled first
 MOST_ERRORS = 3  # rounds in a row that may fail
 LEAVING_SECONDS = 5.0  # for answers that are cancelled at the end
 ERROR_SECONDS = 0.1  # until the next try
@@ -83,6 +84,7 @@ class Engine:
         self._changed = threading.Condition()  # guards what follows
         self._waiting: deque[Answer] = deque()
         self.draining = self._stopping = False
+        self._beat = time.monotonic()
         self._thread: threading.Thread | None = None
 
     # For any thread
@@ -133,9 +135,10 @@ class Engine:
         return self.drafters.versions()
 
     def healthy(self) -> bool:
-        """Whether the thread lives, and not every round fails."""
-        is_alive = self._thread is not None and self._thread.is_alive()
-        return is_alive and self._rows.errors_in_a_row < MOST_ERRORS
+        """Whether the thread lives, makes progress, and not every round fails."""
+        alive = self._thread is not None and self._thread.is_alive()
+        moves = time.monotonic() - self._beat < STALLED_SECONDS
+        return alive and moves and self._rows.errors_in_a_row < MOST_ERRORS
 
     # Life
 
@@ -145,8 +148,10 @@ class Engine:
         if self._serve.adapts and self._gamma > 0:
             proposer_id = next(iter(self.drafters.routes))
             self.decoder.gamma_policy = measured_policy(self.decoder, proposer_id, self._gamma)
+        self._beat = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
+        self.drafters.wake = self._wake
         self.drafters.start()
         self.recorder.start(self.counters)
 
@@ -173,22 +178,33 @@ class Engine:
             self._thread.join()
         self.recorder.stop()
 
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify()
+
     def _is_idle(self) -> bool:
         return not self._waiting and not len(self._rows)
 
     # The thread
 
     def _run(self) -> None:
-        while not self._stopping:
-            try:
-                self._step()
-            except Exception:  # not of a round: those end their own rows
-                log.exception("the engine met an error between two rounds")
-                self._rows.errors_in_a_row += 1
-                self._end(lambda _: "error")
-                with self._changed:
-                    self._changed.wait(ERROR_SECONDS)
-        self._end(lambda _: "cancelled")
+        reason = "error"  # why answers end where the thread does, for whatever cause
+        try:
+            while not self._stopping:
+                self._beat = time.monotonic()
+                try:
+                    self._step()
+                except Exception:  # not of a round: those end their own rows
+                    log.exception("the engine met an error between two rounds")
+                    self._rows.errors_in_a_row += 1
+                    self._end(lambda _: "error")
+                    with self._changed:
+                        self._changed.wait(ERROR_SECONDS)
+            reason = "cancelled"
+        finally:
+            with self._changed:
+                self.draining = True  # nobody is there for new jobs
+            self._end(lambda _: reason)
 
     def _step(self) -> None:
         """One round with all that comes before it; without rows, wait for some."""
@@ -200,7 +216,7 @@ class Engine:
             return
         with self._changed:
             self._changed.notify_all()  # who drains waits for this
-            if not self._waiting and not self._stopping:
+            if not self._waiting and not self._stopping and not self.drafters.waits:
                 self._changed.wait(IDLE_SECONDS)
 
     def _due(self, answer: Answer) -> str | None:

@@ -9,7 +9,7 @@ import torch
 from draftkit.config import SamplingConfig
 from draftkit.decoding.generation import Completion, finish, record
 from draftkit.decoding.proposers import DraftModelProposer
-from draftkit.serving.drafters import fitted
+from draftkit.serving.drafters import fitted, same
 from tests import tiny
 from tests.cuda.card import Code, no_waiting, on_devices, used_bytes
 from tests.decoding.driving import DRAFT, SMALL, request
@@ -70,8 +70,7 @@ def test_captures_stand_copies_of_another_thread(device: torch.device) -> None:
     def copy() -> None:
         try:
             while not stop.is_set():
-                first, second = (fitted(draft.weights(), weights) for _ in range(2))
-                assert all(torch.equal(first[name], second[name]) for name in first)
+                assert same(fitted(draft.weights(), weights), fitted(draft.weights(), weights))
                 copies[0] += 1
         except BaseException as error:
             errors.append(error)

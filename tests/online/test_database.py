@@ -95,6 +95,17 @@ def test_another_format_is_refused_untouched(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
+def test_a_file_that_others_use_is_opened_beside_them(tmp_path: Path) -> None:
+    path = tmp_path / "b.sqlite"
+    first = Buffer(path, settings())
+    first.append(entries(range(5)))
+    second = Buffer(path, settings())
+    first.append([entry(7)])
+    assert numbers(second) == [*range(5), 7]
+    first.close()
+    second.close()
+
+
 LOCKED = """
 import fcntl, sys
 with open(sys.argv[1], "r+b") as file:

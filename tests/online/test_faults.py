@@ -142,6 +142,26 @@ def filled(buffer: Buffer) -> tuple[int, OSError]:
         number += 1
 
 
+def test_a_full_disk_refuses_the_append_and_harms_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "b.sqlite"
+    buffer = Buffer(path, settings())
+    with buffer._database.session() as connection:
+        connection.execute("PRAGMA max_page_count=40")
+    count, error = filled(buffer)
+    assert count > 10
+    assert str(path) in str(error)
+    assert "disk is full" in str(error)
+    assert kept(buffer) == list(range(count))
+    with buffer._database.session() as connection:
+        connection.execute("PRAGMA max_page_count=100000")
+    buffer.append([entry(count)])
+    buffer.close()
+    buffer = Buffer(path, settings())
+    assert kept(buffer) == list(range(count + 1))
+    assert not list(tmp_path.glob("*damaged*"))
+    buffer.close()
+
+
 def test_a_write_that_fails_in_the_middle_harms_nothing(tmp_path: Path) -> None:
     """The log cannot grow, so part of an append is written and then no more."""
     path = tmp_path / "b.sqlite"

@@ -1,38 +1,43 @@
 """Versions come into force between rounds, and are refused where they do not fit."""
 
+import copy
 import errno
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from draftkit.config import DRAFTED_NAMES
 from draftkit.decoding.decoder import Decoder
+from draftkit.models.adapter import Adapter
 from draftkit.online.registry import Registry
-from draftkit.serving.drafters import START, Drafters
+from draftkit.serving.drafters import START, Drafters, same
 from draftkit.serving.engine import Engine
+from draftkit.serving.jobs import Job
 from tests import tiny
 from tests.serving.running import (
-    DRAFT,
     GREEDY,
-    TARGET,
+    Client,
     answers,
     ask,
-    draft,
     job,
     publish,
     route_of,
-    same,
     serving,
-    stepped,
     until,
     write,
 )
 
+TARGET, DRAFT = tiny.pair()
 WEIGHTS = {name: tensor.clone() for name, tensor in DRAFT.weights().items()}
 EXACT = {name: tensor.clone() for name, tensor in TARGET.weights().items()}  # accepts all
 PROMPTS = tiny.prompts([5, 17, 9, 30])
+
+
+def draft() -> Adapter:
+    return copy.deepcopy(DRAFT)
 
 
 @pytest.fixture
@@ -51,7 +56,7 @@ def served(engine: Engine, count: int, **others: Any) -> list[str]:
 def test_a_version_comes_into_force_between_rounds_and_tags_what_it_drafts(
     proposer: str, registry: Registry
 ) -> None:
-    with serving(registries={"default": registry}, proposer=proposer) as engine:
+    with serving(TARGET, draft, registries={"default": registry}, proposer=proposer) as engine:
         assert engine.versions() == {"default": START}
         assert served(engine, 2) == [START] * 2
         slow = answers(engine, job(PROMPTS[0], 10, sampling=GREEDY))[0]
@@ -70,7 +75,7 @@ def test_a_version_comes_into_force_between_rounds_and_tags_what_it_drafts(
 
 def test_without_a_drafter_answers_are_the_targets_and_there_is_nothing_to_follow() -> None:
     jobs = [job(prompt, 12, sampling=GREEDY) for prompt in PROMPTS]
-    with serving() as engine:
+    with serving(TARGET, draft) as engine:
         expected = [client.ids for client in answers(engine, *jobs)]
     for proposer in ("unigram", "bigram", "prompt_lookup", "ngram", "none"):
         with serving(TARGET, lambda: pytest.fail("loaded"), proposer=proposer) as engine:
@@ -79,18 +84,23 @@ def test_without_a_drafter_answers_are_the_targets_and_there_is_nothing_to_follo
 
 def test_a_row_in_flight_goes_on_with_the_new_weights(registry: Registry) -> None:
     long = job(PROMPTS[0], 60, sampling=GREEDY)
-    with serving(registries={"default": registry}, started=False) as engine:
-        (alone,) = ask(engine, long)
-        stepped(engine)
-        (swapped,) = ask(engine, long)
-        for _ in range(3):
-            engine._step()
-        publish(registry, EXACT)
-        engine.drafters.poll()
-        stepped(engine)
+    with serving(TARGET, draft, registries={"default": registry}, started=False) as engine:
+        alone, swapped = _stepped(engine, long), _stepped(engine, long, registry)
     assert swapped.ids == alone.ids
     assert swapped.speculation.version == "v000001"
     assert swapped.speculation.rounds < alone.speculation.rounds
+
+
+def _stepped(engine: Engine, one: Job, registry: Registry | None = None) -> Client:
+    (client,) = ask(engine, one)
+    for number in range(200):
+        if client.ended.is_set():
+            break
+        if number == 3 and registry is not None:
+            publish(registry, EXACT)
+            engine.drafters.poll()
+        engine._step()
+    return client.wait()
 
 
 def corrupt(folder: Path) -> None:
@@ -110,7 +120,7 @@ def test_what_does_not_fit_is_refused_told_and_serving_goes_on(
     broken: Any, reason: str, registry: Registry, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = publish(registry, WEIGHTS)
-    with serving(registries={"default": registry}) as engine:
+    with serving(TARGET, draft, registries={"default": registry}) as engine:
         bad = registry.publish(broken, metrics={}).name
         until(lambda: engine.counters().refused_versions == 1)
         assert served(engine, 8) == [first] * 8
@@ -157,9 +167,58 @@ def test_a_read_error_that_passes_delays_a_version_and_nothing_else(
     assert os.strerror(number) in caplog.text
 
 
+def lossy_memory(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """New weights read back other than they were written."""
+    draft: Any = engine.drafters.routes["default"].proposer.draft
+    load = draft.load_weights
+
+    def failing(state_dict: dict[str, Tensor]) -> None:
+        load(state_dict)
+        if not same(state_dict, WEIGHTS):
+            draft.weights()["model.norm.weight"][5] += 1
+
+    monkeypatch.setattr(draft, "load_weights", failing)
+
+
+def no_memory(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first copy fails."""
+    swap, calls = engine.decoder.swap, []
+
+    def failing(*arguments: Any) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise RuntimeError("no memory")
+        swap(*arguments)
+
+    monkeypatch.setattr(engine.decoder, "swap", failing)
+
+
+@pytest.mark.parametrize(
+    ("breaks", "reason"),
+    [(lossy_memory, "read back other than they were written"), (no_memory, "no memory")],
+)
+def test_weights_that_do_not_arrive_are_taken_back(
+    breaks: Any,
+    reason: str,
+    registry: Registry,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first = publish(registry, WEIGHTS)
+    with serving(TARGET, draft, registries={"default": registry}) as engine:
+        breaks(engine, monkeypatch)
+        publish(registry, EXACT)
+        until(lambda: engine.counters().refused_versions == 1)
+        assert served(engine, 4) == [first] * 4
+        assert same(engine.drafters.routes["default"].proposer.weights(), WEIGHTS)
+        assert engine.counters().swaps == 1
+        assert engine.healthy()
+    assert reason in caplog.text
+
+
 def test_routes_have_their_own_drafters(tmp_path: Path) -> None:
     registries = {name: Registry(tmp_path, name) for name in ("default", "code")}
-    with serving(registries=registries) as engine:
+    with serving(TARGET, draft, registries=registries) as engine:
         name = publish(registries["code"], EXACT)
         until(lambda: engine.versions()["code"] == name)
         assert engine.versions() == {"default": START, "code": name}

@@ -29,7 +29,13 @@ from draftkit.distillation.fit import TRIAL_SHARE
 from draftkit.distillation.pretrain import compiles
 from draftkit.evaluation.walltime import FIRST_LOOK
 from draftkit.models.devices import resolve_device
-from draftkit.models.memory import KEPT_BYTES, keep_freed_memory, peak_bytes, reset_peak
+from draftkit.models.memory import (
+    keep_few_primitives,
+    keep_freed_memory,
+    may_gather,
+    peak_bytes,
+    reset_peak,
+)
 from draftkit.tracking import FILE_NAME, Tracker, read_metrics
 
 from .product import MANIFEST, SUMMARY
@@ -85,7 +91,7 @@ def shortened(name: str, config: Config, limit: int, order: str) -> Config:
     if order == LONGEST:
         # Freed memory gathers over steps, in the gaps between tensors of ever other sizes.
         logged = optim.logging_steps
-        steps, chunks, turns = max(limit, logged), 1, 1
+        steps, chunks, turns = max(limit, 3 * logged), 1, 1
     whole = steps_of(name, config)
     compiled = compiles(optim, whole) if name == "prepare" else optim.compiles
     few: Any = OmegaConf.structured(config)
@@ -214,6 +220,7 @@ def run_dry(
     if config.hardware.threads is not None:
         torch.set_num_threads(config.hardware.threads)
     keep_freed_memory()
+    keep_few_primitives()
     reset_peak(device)
 
     def in_order(order: str) -> Run:
@@ -226,5 +233,6 @@ def run_dry(
     gc.collect()
     if name in READS_LONGEST:
         in_order(LONGEST)
-    gaps = KEPT_BYTES if name in ("prepare", "train") and device.type == "cpu" else 0
-    return {"seconds": seconds, "peak": peak_bytes(device) + gaps}
+    peak = peak_bytes(device)
+    gaps = may_gather(peak) if name in ("prepare", "train") and device.type == "cpu" else 0
+    return {"seconds": seconds, "peak": peak + gaps}

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+from draftkit.models import memory
 from draftkit.models.memory import peak_bytes
 from tests.launching import ROOT
 
@@ -13,6 +14,7 @@ FAULTS = """
 import resource, sys
 from draftkit.models.memory import give_back_freed_memory, keep_freed_memory
 import torch
+from draftkit.models import memory
 from draftkit.models.memory import peak_bytes
 if sys.argv[1] == "keep":
     keep_freed_memory()
@@ -48,3 +50,25 @@ def test_freed_memory_is_used_again_without_page_faults() -> None:
 def test_a_process_that_uses_no_device_has_used_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert peak_bytes(torch.device("cpu")) > 1 << 20
+
+
+def test_freed_memory_goes_back_once_a_quarter_of_what_was_held_has_gathered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given_back: list[int] = []
+    sizes = (4000, 4900, 5100, 2000, 2400, 2600, 900, 1100, 1200)  # MiB after each step
+    now = iter(enumerate(sizes))
+    step = 0
+
+    def status(path: object) -> dict[str, int]:
+        nonlocal step
+        step, size = next(now)
+        return {"RssAnon": size << 20}
+
+    monkeypatch.setattr(memory, "_sizes", status)
+    monkeypatch.setattr(memory, "give_back_freed_memory", lambda: given_back.append(sizes[step]))
+    freed = memory.FreedMemory()
+    for _ in sizes:
+        freed.check()
+    # Above 4000 by a quarter; above 2000 by a quarter, which is more than 256; above 900 by 256.
+    assert given_back == [5100, 2600, 1200]

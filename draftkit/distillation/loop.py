@@ -26,12 +26,9 @@ from draftkit.distillation.checkpoint import (
 from draftkit.distillation.ranks import agree
 from draftkit.distillation.sources import Source
 from draftkit.distillation.trainer import Trainer
-from draftkit.models.memory import give_back_freed_memory
+from draftkit.models.memory import FreedMemory
 
 CHECKPOINT, BEST = "checkpoint.safetensors", "best.safetensors"
-# Steps after which freed memory is given back on CPUs. The next step has to fetch it again, so
-# doing it every 5 steps made steps of a 135 M pair a sixth longer.
-GIVE_BACK_STEPS = 25
 
 
 @dataclass(frozen=True)
@@ -73,7 +70,7 @@ def train(
             best |= read_notes(folder / BEST)
     elif evaluate is not None:
         keep_if_best(trainer, folder, best, evaluate(0))
-    clock, counted = time.perf_counter(), trainer.tokens
+    clock, counted, freed = time.perf_counter(), trainer.tokens, FreedMemory()
     while trainer.steps < optim.max_steps:
         logged = due(trainer.steps + 1, optim.logging_steps, optim.max_steps)
         batch = source.batch(trainer.steps)
@@ -88,8 +85,7 @@ def train(
             clock, counted = time.perf_counter(), trainer.tokens
         if due(trainer.steps, optim.eval_steps, optim.max_steps) and evaluate is not None:
             keep_if_best(trainer, folder, best, evaluate(trainer.steps))
-        if due(trainer.steps, GIVE_BACK_STEPS, optim.max_steps):
-            give_back_freed_memory()
+        freed.check()
         if due(trainer.steps, saved_every, optim.max_steps):
             save_checkpoint(folder / CHECKPOINT, trainer, best)
     trainer.accelerator.wait_for_everyone()  # for files of the first process

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -61,12 +62,13 @@ def test_several_files_read_as_one_sequence_and_few_of_them_stay_in_memory(
 ) -> None:
     monkeypatch.setattr(rollouts, "KEPT", 2)
     opened: list[str] = []
+    read = rollouts._read
 
-    def read(path: Path) -> list[Record]:
+    def noted(path: Path) -> Any:
         opened.append(path.name)
-        return read_records(path)
+        return read(path)
 
-    monkeypatch.setattr(rollouts, "read_records", read)
+    monkeypatch.setattr(rollouts, "_read", noted)
     sizes = [3, 0, 1, 4]
     records = [replace(PLAIN, row=row) for row in range(sum(sizes))]
     for number in range(4):

@@ -197,7 +197,7 @@ def read_parts(folder: Path) -> Sequence[Record]:
     """All records that `write_parts` has written as `part`, in order.
 
     A file is read when a record of it is asked for; the `KEPT` that were last asked for stay in
-    memory, as Arrow holds them: a tenth of what Python's own lists would take. Raises ValueError,
+    memory, as Arrow holds them: a sixth of what Python's own lists would take. Raises ValueError,
     one line that names the file, for one that is not whole.
     """
     paths = sorted(folder.glob("part-*.parquet"))

@@ -91,7 +91,8 @@ def shortened(name: str, config: Config, limit: int, order: str) -> Config:
     if order == LONGEST:
         # Freed memory gathers over steps, in the gaps between tensors of ever other sizes.
         logged = optim.logging_steps
-        steps, chunks, turns = max(limit, 3 * logged), 1, 1
+        on_cpu = resolve_device(config.hardware).type == "cpu"
+        steps, chunks, turns = max(limit, 3 * logged if on_cpu else logged), 1, 1
     whole = steps_of(name, config)
     compiled = compiles(optim, whole) if name == "prepare" else optim.compiles
     few: Any = OmegaConf.structured(config)

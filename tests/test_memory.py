@@ -14,7 +14,6 @@ FAULTS = """
 import resource, sys
 from draftkit.models.memory import give_back_freed_memory, keep_freed_memory
 import torch
-from draftkit.models import memory
 from draftkit.models.memory import peak_bytes
 if sys.argv[1] == "keep":
     keep_freed_memory()

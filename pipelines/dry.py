@@ -28,7 +28,7 @@ from draftkit.distillation.scores import SCORED_AT_ONCE
 from draftkit.models.devices import resolve_device
 from draftkit.models.memory import free_bytes
 
-from .dry_stage import LONGEST, OWN, run_dry
+from .dry_stage import FEWEST, LONGEST, OWN, run_dry
 from .lengths import answer_tokens
 from .lock import LOCK, locked
 from .product import Product, ordered, pending, table
@@ -155,7 +155,7 @@ def texts_by_order(
     fixed = config.source.name == "fixed"
     if fixed and any(one.name == "scores" for one in waiting):
         own = write_texts(texts, root / OWN, 2 * limit * SCORED_AT_ONCE)
-    rows = max(config.generate.batch_size, config.evaluate.batch_size, 32)
+    rows = max(config.generate.batch_size, config.evaluate.batch_size, FEWEST)
     rows = max(rows, config.optim.rows_of_a_process)
     longest = write_texts(texts, root / LONGEST, rows, key="whole" if fixed else "prompt")
     return {OWN: own, LONGEST: longest}
@@ -188,11 +188,14 @@ def lengthened(record: Record, prompt: Sequence[int], new: int) -> Record:
 
 def lengthen(answers: Product, source: Path, texts: Path, folder: Path) -> None:
     """Leave answers of `source` in `folder`, behind the prompts in `texts` of their split."""
-    splits = read_splits(texts)
-    new = splits.room.new if answers.name == "generate" else answer_tokens(answers.config)
+    splits, config, most = read_splits(texts), answers.config, None
+    new = splits.room.new
+    if answers.name == "contexts":
+        options, new = config.evaluate, answer_tokens(config)
+        most = max(FEWEST, options.batch_size, options.timing_batch_size)
     folder.mkdir()
     for path in sorted(source.glob("*.parquet"))[:FILES]:
         rows = cycle([*getattr(splits, path.stem, splits.train)])
-        pairs = zip(read_records(path), rows, strict=False)
+        pairs = zip(read_records(path)[:most], rows, strict=False)
         longest = [lengthened(record, row.prompt_ids, new) for record, row in pairs]
         write_records(folder / path.name, longest)

@@ -43,6 +43,7 @@ from .stage import StageFolder
 
 OWN, LONGEST = "own", "longest"  # orders of rows
 READS_LONGEST = ("generate", "contexts", "scores", "train", "evaluate")
+FEWEST = 32  # prompts: as many are checked for losslessness
 TIMING = "timing.json"  # of `evaluate`
 WEIGHTS_OF_STATE = 1 / 3  # of a checkpoint's bytes
 
@@ -87,8 +88,10 @@ def shortened(name: str, config: Config, limit: int, order: str) -> Config:
     # Whole periods of what is sampled, a save, and one step more.
     period = source.refresh_steps if source.name not in ("fixed", "target") else 1
     steps, logged, chunks = 1 + period * ceil((2 * limit + 1) / period), 1, 2 * limit
-    turns = options.calibration_turns
+    turns, gamma, code = options.calibration_turns, config.decode.gamma, config.decode.compile
     if order == LONGEST:
+        # Compiling took its memory in the stage's own order; rows take theirs without it.
+        gamma, code = config.proposals, "captured" if config.decode.compiles else code
         # Freed memory gathers over steps, in the gaps between tensors of ever other sizes.
         logged = optim.logging_steps
         on_cpu = resolve_device(config.hardware).type == "cpu"
@@ -107,11 +110,13 @@ def shortened(name: str, config: Config, limit: int, order: str) -> Config:
         "optim.logging_steps": logged,
         "optim.rate_factors": [],
         "optim.compile": str(compiled).lower(),
-        "evaluate.prompts": min(options.prompts, max(32, options.batch_size)),
+        "evaluate.prompts": min(options.prompts, max(FEWEST, options.batch_size)),
         "evaluate.validation_prompts": min(options.validation_prompts, options.batch_size),
         "evaluate.timing_prompts": min(options.timing_prompts, chunks * options.timing_batch_size),
         "evaluate.temperatures": (options.temperatures or [config.sampling.temperature])[:1],
         "evaluate.calibration_turns": turns,
+        "decode.gamma": gamma,
+        "decode.compile": code,
         "export.push_to_hub": None,
     }.items():
         OmegaConf.update(few, key, value)
@@ -180,7 +185,7 @@ def training_seconds(run: Run) -> float:
 
 
 def judging_seconds(run: Run) -> float:
-    """The identity check, scoring and timed decoding, each times its own count."""
+    """The identity check; scoring, compiling and timed decoding, each times its own count."""
     options = run.config.evaluate
     records = read_records(run.folder.inputs["contexts"] / "test.parquet")
     lossless = run.until("alpha on") - run.until("loaded")
@@ -196,8 +201,9 @@ def judging_seconds(run: Run) -> float:
     mean = size * sum(len(record.output_ids) for record in records) / len(records)
     real = ceil(min(options.timing_prompts, FIRST_LOOK) / size)
     timed += decoded / tokens * mean * max(0, real - count)
-    rest = run.until("loaded") + run.seconds - run.until("timed") + run.compiling
-    return rest + lossless + (scored + timed) * len(options.temperatures or [0])
+    rest = run.until("loaded") + run.seconds - run.until("timed")
+    each = scored + timed + run.compiling  # of a temperature: its code is its own
+    return rest + lossless + each * len(options.temperatures or [0])
 
 
 SECONDS = dict.fromkeys(("prepare",), pretraining_seconds)

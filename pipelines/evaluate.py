@@ -31,6 +31,7 @@ from draftkit.evaluation.summary import compare
 from draftkit.evaluation.walltime import Timed
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import Target, load_draft, load_target, with_path
+from draftkit.models.memory import give_back_freed_memory
 from draftkit.models.parallel import ENCODER_DECODER, kind_of
 from draftkit.tracking import Tracker
 
@@ -155,16 +156,17 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
     target = load_target(folder.model(config, "target"), config.hardware)
     folder.mark("loaded")
     models = drafts_of(config, folder)
-    lossless = check_lossless(target, models, prompts, config, folder.note)
+    judged = [*models][-1]
+    lossless = check_lossless(target, models[judged], prompts, config, folder.note)
     gc.collect()  # models stand in reference cycles: one copy of each draft at a time
     drafts: dict[str, Adapter] = {name: load_draft(one, target) for name, one in models.items()}
-    judged = list(drafts)[-1]
     by_temperature: dict[str, dict[str, Any]] = {}
     by_prompt: dict[str, dict[str, Any]] = {}
     by_chunk: dict[str, dict[str, Any]] = {}
     for temperature in config.evaluate.temperatures or [served]:
         sampling, key = replace(config.sampling, temperature=temperature), f"{temperature:g}"
         answers = answers_at[temperature]
+        give_back_freed_memory()  # of the check, or of another temperature
         measured = gather(
             target,
             drafts,

@@ -71,7 +71,8 @@ def test_what_is_refused_fails_and_what_is_allowed_runs(
     needed = float(re.search(r"fits: ([\d.]+) GB of", shown)[1]) * 1e9
     assert needed > 1.2e9
     # The libraries take 0.45 GB of each process, and of a dry run there are three.
-    for most, fits in ((0.7 * needed, False), (0.9e9 + 1.25 * needed, True)):
+    # What it says holds a quarter that may gather, and pages of files that give way.
+    for most, fits in ((0.5 * needed, False), (0.9e9 + 1.25 * needed, True)):
         code, shown = run("check", tmp_path, group=group(int(most)))
         assert code == (0 if fits else 2), shown
         if not fits:

@@ -321,7 +321,7 @@ def _timed(
         calibration=calibration,
         documents=[example.document for example in timed],
     )
-    lossless = check_lossless(pair.target, config.draft, parts, config, note)
+    lossless = check_lossless(pair.target, {"given": config.draft}, parts, config, note)
     return gather(
         pair.target,
         {"given": pair.draft},

@@ -355,7 +355,7 @@ if sys.argv[1] == "auto":
 threading.Thread(target=watch).start()
 options = EvaluateConfig(max_new_tokens=3, lossless=sys.argv[1])
 prompts = Prompts(test=[[1, 2]] * 6, calibration=[])
-check_lossless(pair.target, pair.config.draft, prompts, Config(evaluate=options), print)
+check_lossless(pair.target, {"given": pair.config.draft}, prompts, Config(evaluate=options), print)
 done.set()
 print(size, (max(peaks) - loaded) / size)
 """

@@ -125,6 +125,11 @@ class DraftConfig(ModelConfig, key="draft"):
     shrink: ShrinkConfig = field(default_factory=ShrinkConfig)
     pretrain: PretrainConfig = field(default_factory=PretrainConfig)
 
+    @property
+    def is_untrained(self) -> bool:
+        """Whether it is cut out of the target and not trained: it agrees with it on nothing."""
+        return self.path is None and bool(self.shrink.layers) and not self.shrink.steps
+
 
 @dataclass(kw_only=True)
 class DataConfig(Section, key="data"):

@@ -71,8 +71,8 @@ def with_warmup(config: Config) -> Config:
     A drafter that was cut and not trained agrees with its target on nothing: it begins with forward
     KL, and with the first of several proposals.
     """
-    divergence, cut, pard = config.divergence, config.draft.shrink, config.draft.pard
-    if config.draft.path is not None or not cut.layers or cut.steps:
+    divergence, pard = config.divergence, config.draft.pard
+    if not config.draft.is_untrained:
         return config
     if divergence.warmup_steps is None and divergence.names <= VANISHING:
         steps = config.optim.max_steps // WARMUP_SHARE

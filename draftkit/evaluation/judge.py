@@ -69,7 +69,7 @@ class Measured:
     scored: Mapping[str, PromptTotals]
     timed: Mapping[str, Timed]
     costs: Mapping[str, Costs]  # c and v at its number of proposals
-    lossless: Losslessness  # of the draft that is judged, the last one
+    lossless: Mapping[str, Losslessness]
     compile_seconds: float = 0.0  # for all drafts together; in none of the times
 
 
@@ -77,6 +77,11 @@ def proposer_of(target: Adapter, draft: Adapter, prompts: Prompts, config: Confi
     """What proposes in real decoding, as `decode.proposer` says: `draft`, or what needs none."""
     texts = prompts.texts or (lambda: prompts.calibration)
     return PROPOSERS[config.decode.proposer](lambda: draft, texts, target)
+
+
+def judged_names(drafts: Mapping[str, object], config: Config) -> list[str]:
+    """By which names proposers are judged: of proposers without a draft there is one, the last."""
+    return [*drafts] if config.decode.has_drafter else [*drafts][-1:]
 
 
 def gather(
@@ -87,7 +92,7 @@ def gather(
     others: Sequence[Record],
     prompts: Prompts,
     sampling: SamplingConfig,
-    lossless: Losslessness,
+    lossless: dict[str, Losslessness],
     config: Config,
     note: Callable[[str], None],
 ) -> Measured:
@@ -145,7 +150,7 @@ def gather(
         scored,
         {LOOKUP: timed[last]} | timed | {name: timed[key] for name, key in same.items()},
         {name: meters[key].costs(gammas[key]) for name, key in same.items()},
-        lossless,
+        {name: lossless[key] for name, key in same.items()},
         compiling,
     )
 
@@ -241,22 +246,22 @@ def timing(
 
 def check_lossless(
     target: Target,
-    draft: DraftConfig,
+    drafts: Mapping[str, DraftConfig],
     prompts: Prompts,
     config: Config,
     note: Callable[[str], None],
-) -> Losslessness:
-    """Greedy identity of the draft, as it is served, in the dtype of `evaluate.lossless`.
+) -> dict[str, Losslessness]:
+    """Greedy identity of every draft, as it is served, in the dtype of `evaluate.lossless`.
 
     For float32 `target` is held in it meanwhile, in place.
     """
     options, texts = config.evaluate, prompts.test[:LOSSLESS_PROMPTS]
     if options.lossless == "off":
         note("losslessness: not checked (evaluate.lossless=off)")
-        return NOT_CHECKED
+        return dict.fromkeys(drafts, NOT_CHECKED)
     served, why = options.lossless == "served", ""
     if options.lossless == "auto" and target.adapter.dtype != torch.float32:
-        needed = float32_bytes(target, draft)
+        needed = float32_bytes(target, drafts)
         free = free_bytes(target.adapter.device)
         served = needed > free
         why = f", as float32 takes {needed / 1e9:.1f} GB more and {free / 1e9:.1f} GB are free"
@@ -264,10 +269,16 @@ def check_lossless(
     name = str(dtype).removeprefix("torch.")
     note(f"losslessness: greedy decoding with and without the draft, in {name}{why * served}")
     with nullcontext() if served else in_float32(target.adapter):
-        loaded = load_draft(draft, target, dtype=None if served else torch.float32)
+        held = None if served else torch.float32
+        loaded: dict[str, Adapter] = {
+            name: load_draft(draft, target, dtype=held) for name, draft in drafts.items()
+        }
         return greedy_identity(
             target.adapter,
-            proposer_of(target.adapter, loaded, prompts, config),
+            {
+                name: proposer_of(target.adapter, loaded[name], prompts, config)
+                for name in judged_names(drafts, config)
+            },
             texts,
             max_new_tokens=options.max_new_tokens,
             gamma=max(config.proposals, 1),
@@ -276,8 +287,8 @@ def check_lossless(
         )
 
 
-def float32_bytes(target: Target, draft: DraftConfig) -> int:
+def float32_bytes(target: Target, drafts: Mapping[str, DraftConfig]) -> int:
     """What the weights of a check in float32 take beyond the target as it is, with a reserve."""
     grown = sum(weight.numel() for weight in target.adapter.model.parameters())
-    grown += weight_count(model_config(draft))
-    return int(RESERVE * grown * torch.float32.itemsize)
+    loaded = sum(weight_count(model_config(draft)) for draft in drafts.values())
+    return int(RESERVE * (grown + loaded) * torch.float32.itemsize)

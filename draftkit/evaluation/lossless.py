@@ -14,8 +14,9 @@ Shapes: N tokens of an answer, R rows of a pass, T tokens of the longest text, V
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -80,15 +81,15 @@ NOT_CHECKED = Losslessness(0, 0, 0)
 
 def greedy_identity(
     target: Adapter,
-    proposer: Proposer,
+    proposers: Mapping[str, Proposer],
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
     gamma: int,
     batch_size: int,
     eos_token_ids: Sequence[int],
-) -> Losslessness:
-    """Decode `prompts` greedily without and with `proposer` and compare, as the models are."""
+) -> dict[str, Losslessness]:
+    """Decode `prompts` greedily without and with each proposer and compare, as the models are."""
 
     def outputs(proposer: Proposer | None, rows: int = batch_size) -> list[Completion]:
         requests = make_requests(
@@ -109,13 +110,20 @@ def greedy_identity(
     other = 1 if rows > 1 else 2  # rows of another batch
     shapes = ((1, rows), (gamma + 1, rows), (gamma + 1, other))
 
-    pairs = differing(plain, outputs(proposer))
-    ties, p_value = sum(differ_by_rounding(target, pairs, shapes)), None
-    # Plain decoding again costs time: only for as many ties as could be too many.
-    if target.dtype.itemsize < 4 and binomial_tail(ties, 0) <= LEVEL:
-        parted = differing(plain, outputs(None, other))  # by rounding: batches of another size
-        p_value = binomial_tail(ties, len(parted))
-    return Losslessness(len(plain), len(pairs), ties, target.dtype, p_value)
+    @lru_cache
+    def parted_by_rounding() -> int:
+        """Answers that plain decoding in batches of another size gives otherwise."""
+        return len(differing(plain, outputs(None, other)))
+
+    def compared(proposer: Proposer) -> Losslessness:
+        pairs = differing(plain, outputs(proposer))
+        ties, p_value = sum(differ_by_rounding(target, pairs, shapes)), None
+        # Plain decoding again costs time: only for as many ties as could be too many.
+        if target.dtype.itemsize < 4 and binomial_tail(ties, 0) <= LEVEL:
+            p_value = binomial_tail(ties, parted_by_rounding())
+        return Losslessness(len(plain), len(pairs), ties, target.dtype, p_value)
+
+    return {name: compared(proposer) for name, proposer in proposers.items()}
 
 
 Pair = tuple[Completion, Completion]

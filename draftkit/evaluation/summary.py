@@ -2,7 +2,6 @@
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from draftkit.evaluation.breakdown import breakdown
 from draftkit.evaluation.choice import HYBRID, LOOKUP, factors_of, taus_of
 from draftkit.evaluation.engines import engine_rows
 from draftkit.evaluation.judge import Measured, prediction_error
-from draftkit.evaluation.lossless import NOT_CHECKED, Losslessness
+from draftkit.evaluation.lossless import Losslessness
 from draftkit.evaluation.walltime import PLAIN, Timed
 from draftkit.theory.acceptance import (
     LEAST_UNITS,
@@ -58,9 +57,9 @@ def compare(
         )
     judged = "drafter" if has_drafter else config.decode.proposer
     lookup = way(timed[LOOKUP], timed[PLAIN])
-    ways = {LOOKUP: lookup, judged: way(timed[main], timed[PLAIN], measured.lossless)}
+    ways = {LOOKUP: lookup, judged: way(timed[main], timed[PLAIN], measured.lossless[main])}
     if HYBRID in timed:
-        ways[HYBRID] = way(timed[HYBRID], timed[PLAIN], measured.lossless)
+        ways[HYBRID] = way(timed[HYBRID], timed[PLAIN], measured.lossless[main])
     others: dict[str, Any] = {LOOKUP: lookup, "speedup_over": speedups_over(timed, main)}
     if main != "before" and "before" in scored:
         for mode in scored[main].totals:
@@ -68,10 +67,9 @@ def compare(
         lengths = (tokens_a_pass(timed[draft]) for draft in (main, "before"))
         longer = estimate(*lengths, compare=operator.sub)
         others["acceptance_length_gain"] = longer.as_dict()
-        unchecked = replace(measured, lossless=NOT_CHECKED)
-        others["before"] = summarise(unchecked, "before", sampling, config)
+        others["before"] = summarise(measured, "before", sampling, config)
         if has_drafter:
-            ways["before"] = way(timed["before"], timed[PLAIN])
+            ways["before"] = way(timed["before"], timed[PLAIN], measured.lossless["before"])
     named = {"best_of": best_of(ways, judged), "ways": ways}
     return {**summary, **best_use(summary, ways), **named, **others}
 
@@ -81,7 +79,7 @@ def summarise(
 ) -> dict[str, Any]:
     """The `evaluate` keys of one draft."""
     scored, timed, plain = measured.scored[draft], measured.timed[draft], measured.timed[PLAIN]
-    costs, lossless, gamma = measured.costs[draft], measured.lossless, timed.gamma
+    costs, lossless, gamma = measured.costs[draft], measured.lossless[draft], timed.gamma
     acceptance, counted = estimates(scored), count_rounds(timed)
     rounds, answers = speedups(timed, plain)
     predicted = speedup_from_length(timed.full_length, gamma, **costs.ratios)

@@ -122,14 +122,14 @@ class Nothing:
         plain = self.timed(torch.ones(self.documents, dtype=torch.float64), generator, names)
         rate, *others = (rates(ALPHA, self.documents, generator) for _ in range(3))
         lookup, hybrid = (self.timed(self.gains(one, 4), generator, names) for one in others)
-        scored, costs, lossless = {}, {}, Losslessness(32, 0, 0)
+        scored, costs, lossless = {}, {}, {}
         timed = {PLAIN: plain, LOOKUP: lookup, HYBRID: hybrid}
         for draft in ("before", "after"):
             rate = (rate + 0.02 * torch.randn(len(rate), generator=generator)).clamp(0.01, 0.99)
             counts = lengths(self.documents, generator)
             totals = {"alpha": torch.binomial(counts, rate, generator=generator)}
             scored[draft] = PromptTotals(totals, counts, documents=names)
-            costs[draft] = self.costs(generator)
+            costs[draft], lossless[draft] = self.costs(generator), Losslessness(32, 0, 0)
             found = Measured(scored, timed | {draft: plain}, costs, lossless)
             best = summarise(found, draft, SamplingConfig(), CONFIG)["best_gamma"]
             gains = self.gains(rate, min(max(best, 1), max(GAMMAS)))
@@ -180,7 +180,7 @@ def named(documents: int, *, noise: float, repetitions: int, seed: int = 0) -> d
         measured = nothing.measured(generator)
         measured = replace(measured, timed=stopped(measured.timed))
         timed, summary = measured.timed, summarise(measured, "after", SamplingConfig(), CONFIG)
-        own, plain = measured.lossless, timed[PLAIN]
+        own, plain = measured.lossless["after"], timed[PLAIN]
         ways = {LOOKUP: way(timed[LOOKUP], plain), "drafter": way(timed["after"], plain, own)}
         ways |= {name: way(timed[name], plain, own) for name in (HYBRID, "before")}
         use = best_use(summary, ways)

@@ -24,6 +24,7 @@ from draftkit.evaluation.judge import (
     Prompts,
     check_lossless,
     float32_bytes,
+    judged_names,
     meters_of,
     proposer_of,
     timed_rows,
@@ -83,16 +84,16 @@ def measured(alpha=0.75, seconds=2.0, prefill=0.1, looked_up=3.0, correct=True, 
             "given": Timed(timed, gamma=2),
         },
         {"given": Costs(0.01, 0.2, 1.1, 0.1, {1: 1.05, 2: 1.1, 4: 1.2, 8: 1.4})},
-        Losslessness(4, 0 if correct else 1, 0),
+        {"given": Losslessness(4, 0 if correct else 1, 0)},
     )
 
 
 def both(before, after):
     """What was measured of each of the two, as of a drafter and the one before it."""
     parts = {"before": before, "after": after}
-    names = ("scored", "timed", "costs")
+    names = ("scored", "timed", "costs", "lossless")
     own = {key: {n: getattr(one, key)["given"] for n, one in parts.items()} for key in names}
-    return Measured(**own | {"timed": after.timed | own["timed"]}, lossless=after.lossless)
+    return Measured(**own | {"timed": after.timed | own["timed"]})
 
 
 def test_counts_follow_from_the_histogram_of_all_rounds():
@@ -231,17 +232,23 @@ def test_rates_of_proposals_that_were_never_made_are_null():
 
 @pytest.mark.parametrize("name", PROPOSER_NAMES)
 def test_each_draft_is_judged_as_it_is_served(name):
-    """By its own weights; what needs no draft looks at none."""
+    """A draft of its own for each; what needs none stands once, and looks at none."""
     target = random_adapter(8, 1)
-    draft, prompts = relative(target, 2), Prompts([[1, 2, 3]], [[1, 2], [3, 4]])
+    drafts = {"before": relative(target, 2), "after": relative(target, 3)}
+    prompts = Prompts([[1, 2, 3]], [[1, 2], [3, 4]])
     config = replace(CONFIG, decode=DecodeConfig(gamma=2, proposer=name))
-    found = proposer_of(target, draft, prompts, config)
+    found = {
+        key: proposer_of(target, drafts[key], prompts, config)
+        for key in judged_names(drafts, config)
+    }
     if config.decode.has_drafter:
-        assert found.weights()["table"].data_ptr() == draft.table.data_ptr()
+        tables = {key: one.weights()["table"].data_ptr() for key, one in found.items()}
+        assert tables == {key: draft.table.data_ptr() for key, draft in drafts.items()}
     else:
-        assert found.weights() == {}
-    expected = PROPOSERS[name](lambda: draft, lambda: [[1, 2], [3, 4]], target)
-    assert found.signature == expected.signature
+        assert [*found] == ["after"]
+        assert found["after"].weights() == {}
+    expected = PROPOSERS[name](lambda: drafts["after"], lambda: [[1, 2], [3, 4]], target)
+    assert found["after"].signature == expected.signature
 
 
 @pytest.fixture(scope="module")
@@ -260,10 +267,10 @@ def checked(folder, mode, dtype="bfloat16"):
     target = load_target(TargetConfig(path=str(folder / "target")), hardware)
     options = EvaluateConfig(lossless=mode, max_new_tokens=8)
     prompts = Prompts(test=tiny.prompts([5] * 6), calibration=[])
-    draft, lines = DraftConfig(path=str(folder / "draft")), []
-    result = check_lossless(target, draft, prompts, Config(evaluate=options), lines.append)
+    drafts, lines = {"draft": DraftConfig(path=str(folder / "draft"))}, []
+    result = check_lossless(target, drafts, prompts, Config(evaluate=options), lines.append)
     (line,) = lines
-    return result, target, line
+    return result["draft"], target, line
 
 
 @pytest.mark.parametrize(
@@ -301,9 +308,9 @@ def test_where_float32_does_not_fit_the_served_dtype_is_checked_and_both_sizes_a
 def test_what_the_check_in_float32_takes_is_known_from_shapes(folder):
     hardware = HardwareConfig(device="cpu", dtype="bfloat16")
     target = load_target(TargetConfig(path=str(folder / "target")), hardware)
-    draft = DraftConfig(path=str(folder / "draft"))
+    drafts = {"draft": DraftConfig(path=str(folder / "draft"))}
     count = sum(weight.numel() for weight in target.adapter.model.parameters())
-    assert 8 * count < float32_bytes(target, draft) < 1.3 * 8 * count  # target and drafter
+    assert 8 * count < float32_bytes(target, drafts) < 1.3 * 8 * count  # target and drafter
 
 
 def test_drafts_that_run_the_same_code_share_what_rounds_cost():

@@ -35,15 +35,16 @@ def table(seed):
 
 
 def check(target, draft, prompts=PROMPTS, tokens=12, batch_size=3):
-    return greedy_identity(
+    found = greedy_identity(
         target,
-        DraftModelProposer(draft),
+        {"draft": DraftModelProposer(draft)},
         prompts,
         max_new_tokens=tokens,
         gamma=3,
         batch_size=batch_size,
         eos_token_ids=(),
     )
+    return found["draft"]
 
 
 def test_a_draft_of_any_quality_passes():

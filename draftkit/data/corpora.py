@@ -22,12 +22,12 @@ import pyarrow.parquet as pq
 
 from draftkit.artifacts import first_line
 from draftkit.config import DataConfig
+from draftkit.data.messages import read_messages
 from draftkit.data.store import hash_order
 from draftkit.hub import hub_has
 
 PARAGRAPHS = 2_000  # characters up to which the paragraphs of a text file are joined
 SPLITS = ("train", "validation", "test")
-ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True)
@@ -243,35 +243,10 @@ def _text(value: Any, name: str, origin: str) -> str:
 
 
 def _messages(messages: Any, origin: str) -> list[dict[str, Any]]:
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"{origin}: messages must be a list of at least one message")
-    checked = []
-    for index, message in enumerate(messages):
-        name = f"messages[{index}]"
-        if not isinstance(message, dict) or message.get("role") not in ROLES:
-            raise ValueError(f"{origin}: {name} must have a role, one of {', '.join(ROLES)}")
-        # Parquet fills absent keys with null, which templates take for present.
-        turn = {key: value for key, value in message.items() if value is not None}
-        if "content" in turn or not message.get("tool_calls"):
-            turn["content"] = _content(message.get("content"), f"{name}.content", origin)
-        checked.append(turn)
-    return checked
-
-
-def _content(content: Any, name: str, origin: str) -> str:
-    """What a message says: text, or parts of text, which are joined as the server joins them."""
-    if not isinstance(content, list):
-        return _text(content, name, origin)
-    for index, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type") != "text":
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise ValueError(
-                f"{origin}: {name}[{index}] is of the type {str(kind)[:40]!r}: a part of a message "
-                "must be text here, leave such rows out"
-            )
-    return "".join(
-        _text(part.get("text"), f"{name}[{i}]", origin) for i, part in enumerate(content)
-    )
+    try:
+        return read_messages(messages)
+    except ValueError as error:
+        raise ValueError(f"{origin}: {error}") from error
 
 
 def _tools(tools: Any, form: dict[str, Any], origin: str) -> dict[str, Any]:

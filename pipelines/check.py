@@ -6,9 +6,13 @@ Exit code 0: it fits. 2: it does not, with the setting that helps.
 """
 
 import textwrap
+from collections.abc import Iterator
+from itertools import chain
 
 from draftkit.config import Config
-from draftkit.models.compatibility import WRONG, findings
+from draftkit.data.chats import chat_format
+from draftkit.models.compatibility import NOTE, WRONG, Finding, findings
+from draftkit.models.loading import load_tokenizer
 
 from .command import run_command
 from .dry import dry_run
@@ -24,10 +28,18 @@ def goal_of(config: Config) -> Product:
     return plan(EVALUATE if config.evaluate.draft == "given" else DISTILL, config)
 
 
+def template_findings(config: Config) -> Iterator[Finding]:
+    """What there is to say of the target's chat template. Raises ValueError as it is refused."""
+    template = chat_format(load_tokenizer(config.target), config.data, fixed_date=True)
+    if template.has_template and (mark := template.text_mark()) is not None:
+        text = f"turns begin with text that is no token, {mark!r}: a message can hold it as well"
+        yield Finding(NOTE, "template", text)
+
+
 def check(config: Config) -> None:
     """Print what there is to say. Raises ValueError for what does not fit."""
     wrong = []
-    for one in findings(config):
+    for one in chain(findings(config), template_findings(config)):
         first = f"  {one.level:<5} {one.subject:<9} "
         print(textwrap.fill(one.text, 79, initial_indent=first, subsequent_indent=" " * len(first)))
         if one.level == WRONG:

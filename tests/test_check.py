@@ -5,6 +5,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ import torch
 from transformers import LlamaConfig
 
 import pipelines.prepare
-from draftkit.config import Config
+from draftkit.config import Config, TargetConfig
 from draftkit.data.rollouts import Record
 from draftkit.distillation.progress import duration
 from draftkit.models import memory
 from pipelines import dry, weights
-from pipelines.check import check, goal_of
+from pipelines.check import check, goal_of, template_findings
 from pipelines.command import launch, run_command
 from pipelines.configuration import compose_config
 from pipelines.lock import locked
@@ -26,6 +27,7 @@ from pipelines.plan import DISTILL, EXPORT, GENERATE, TEXTS
 from pipelines.product import SUMMARY, Product, ordered, plan
 from pipelines.stage import ensure
 from pipelines.weights import gigabytes
+from tests.templates import CHAT, byte_bpe
 from tests.test_prepare import smoke
 
 pytestmark = pytest.mark.usefixtures("short_bursts", "forked")
@@ -263,3 +265,22 @@ def test_the_peak_begins_anew() -> None:
         high = memory.peak_bytes(cpu)
     memory.reset_peak(cpu)
     assert memory.peak_bytes(cpu) <= high - (90 << 20)
+
+
+@pytest.mark.parametrize(
+    ("template", "mark"),
+    [
+        ("{% for m in messages %}[INST]{{ m.content }}[/INST]{% endfor %}", "[/INST][INST]"),
+        (CHAT, None),
+        (None, None),
+    ],
+)
+def test_a_template_whose_turns_begin_with_text_is_named(
+    tmp_path: Path, template: str | None, mark: str | None
+) -> None:
+    LlamaConfig().save_pretrained(tmp_path)
+    byte_bpe(template=template).save_pretrained(tmp_path)
+    config = replace(Config(), target=TargetConfig(path=str(tmp_path)))
+    found = [f"{one.level}: {one.text}" for one in template_findings(config)]
+    text = f"note: turns begin with text that is no token, {mark!r}: a message can hold it as well"
+    assert found == ([] if mark is None else [text])

@@ -5,17 +5,25 @@ generation prompt behind them: what a server would see. The answer is what the t
 that context for the turn itself, up to the token that ends it. Templates rewrite turns once they
 are history (they drop their reasoning), so every answer has a context of its own.
 
-What a turn says is text: only the template can end a turn or begin one. A name of a special token
-in a turn gets a space of no width behind its first letter, and so is none to the tokenizer. Added
-tokens that are not special (`<think>`) stay tokens.
+What a turn says is text: only the template can end a turn or begin one. The name of a special token
+in a turn gets a space of no width behind its first letter, and so is none to the tokenizer. So does
+that of any added token that the template speaks of (`<think>`). An assistant's own turn may reason
+and call tools: there it is broken only if it parts turns.
 
 This module does not know rows, lengths or losses.
 """
 
+import copy
+import json
 import re
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from datetime import datetime
+from functools import cache, cached_property, partial
+from itertools import cycle, product
+from string import ascii_letters
 from typing import Any
 
 import jinja2
@@ -23,11 +31,14 @@ from transformers import PreTrainedTokenizerBase
 
 from draftkit.artifacts import first_line
 from draftkit.config import DataConfig
+from draftkit.data.messages import change_arguments
 
-# Some templates print today's date; with this one the same rows give the same tokens every day.
-DATE_MACRO = "{% macro strftime_now(format) %}01 Jan 2026{% endmacro %}{{ '' }}"
-
+DAY = datetime(2026, 1, 1)
 NO_WIDTH = "\u200b"
+WORDS = ("xyzzy", "plugh", "plover")  # in no template
+REASONING = ("reasoning_content", "reasoning", "thinking")  # the keys of a turn that hold it
+BEGUN = re.compile(r"([<\[◁][^<>\[\]◁▷\s]+[>\]▷])(\s*)\Z")  # what may begin it, and space
+ENDS = (("<", "</"), ("[", "[/"), ("◁", "◁/"))  # by what its end differs
 
 Message = Mapping[str, Any]
 
@@ -48,6 +59,9 @@ class ChatFormat:
     system: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     fixed_date: bool = False
+    _patterns: dict[str, Any] = field(
+        default_factory=dict, repr=False, compare=False
+    )  # by template
 
     def __post_init__(self) -> None:
         given = {"data.system": self.system, "data.template_options": self.options}
@@ -69,13 +83,21 @@ class ChatFormat:
 
     @cached_property
     def _template(self) -> str:
-        template = self.tokenizer.get_chat_template(tools=self.options.get("tools"))
-        is_dated = self.fixed_date and "strftime_now" in template
-        return DATE_MACRO + template if is_dated else template
+        return self.tokenizer.get_chat_template(tools=self.options.get("tools"))
 
     def names_special(self, turns: Any) -> bool:
-        """Whether a text in `turns`, or in what lies in them, holds a special token's name."""
+        """Whether a text in `turns`, or in what lies in them, has the name of a token broken."""
         return self._disarmed(turns) != turns
+
+    def text_mark(self) -> str | None:
+        """A text that begins a turn and is no token, so that a message can hold it; None: none."""
+        parts = re.split("|".join(WORDS), self._shown(*WORDS))
+        tokens = re.compile("|".join(map(re.escape, self._added)) or "(?!)")
+        for between in parts[1:-1]:
+            mark = tokens.split(between)[-1]
+            if mark == between or re.search(r"[^\w\s]", mark):
+                return mark.strip() or mark
+        return None
 
     def context(self, messages: Sequence[Message]) -> list[int]:
         """The ids of a conversation that awaits its answer. `TemplateRefusal` where refused."""
@@ -87,15 +109,40 @@ class ChatFormat:
         None where the template writes the turn otherwise than after its own generation prompt.
         """
         text = self._rendered(messages)
-        whole = self._ids(text)
-        if whole[: len(context)] == [*context]:
-            return self._ended(whole[len(context) :]) or None
-        # The first characters of the answer may merge with the last token before it; a server
-        # has read that token when the answer begins.
-        before = self._rendered(messages[:-1], awaits=True)
-        if not text.startswith(before):
-            return None
-        return self._ended(self._ids(text[len(before) :])) or None
+        ids = self._ids(text)
+        if ids[: len(context)] != [*context]:
+            before = self._rendered(messages[:-1], awaits=True)
+            if not text.startswith(before):
+                text = before + self._reasoned(messages, before)
+                ids = self._ids(text)
+            # The first characters of the answer may merge with the last token before it; a server
+            # has read that token when the answer begins.
+            if ids[: len(context)] != [*context]:
+                return self._ended(self._ids(text[len(before) :])) or None
+        return self._ended(ids[len(context) :]) or None
+
+    def _reasoned(self, messages: Sequence[Message], before: str) -> str:
+        """What is said after `before` in a last turn whose reasoning `before` has begun.
+
+        Templates of models that always reason begin it in the generation prompt, and drop it from
+        turns. Empty where `before` begins none, or the turn holds none.
+        """
+        turn = self._disarmed(messages[-1])
+        content, begun = turn.get("content", ""), BEGUN.search(before)
+        opened, space = begun.groups() if begun else ("", "")
+        ends = [opened.replace(*pair, 1) for pair in ENDS if pair[0] in opened]
+        end = next((one for one in ends if one in content or one in self._template), None)
+        reasoning = next((turn[key] for key in REASONING if isinstance(turn.get(key), str)), "")
+        if end is None or begun is None or not (end in content or reasoning):
+            return ""
+        if end in content:
+            answer = content.lstrip().removeprefix(opened + space).removeprefix(opened)
+        else:
+            answer = f"{reasoning.strip()}{space}{end}{space * 2}{content}"
+        plain = {key: one for key, one in turn.items() if key not in REASONING}
+        shown = self._rendered([*messages[:-1], {**plain, "content": WORDS[0]}])
+        front, word, rest = shown.rpartition(WORDS[0])
+        return answer + rest if word and front.startswith(before[: begun.start()]) else ""
 
     def _ended(self, ids: list[int]) -> list[int]:
         """`ids` up to the token that ends the turn: what follows it belongs to the next."""
@@ -105,30 +152,47 @@ class ChatFormat:
         return ids[: special[-1] + 1] if special else ids
 
     def _rendered(self, messages: Sequence[Message], *, awaits: bool = False) -> str:
-        """The text that the template makes, where no turn holds the name of a special token."""
+        """The text that the template makes, where no turn holds the name of a token of its own."""
         turns = [dict(message) for message in messages]
         if self.system is not None and turns[0]["role"] not in ("system", "developer"):
             turns.insert(0, {"role": "system", "content": self.system})
-        tools = self.options.get("tools")
-        try:
-            text: Any = self.tokenizer.apply_chat_template(
-                self._disarmed(turns),
-                chat_template=self._template,
-                add_generation_prompt=awaits,
-                tokenize=False,
-                **{**self.options, "tools": self._disarmed(tools)},
-            )
-        except (jinja2.TemplateError, TypeError) as error:
-            raise TemplateRefusal(first_line(error)[:200]) from error
-        return text
+        return self._applied(
+            self._disarmed(turns), self._disarmed(self.options.get("tools")), awaits
+        )
 
-    def _disarmed(self, content: Any) -> Any:
-        """`content` with a space of no width in every name of a special token, however deep."""
+    def _applied(self, turns: list[Any], tools: Any = None, awaits: bool = False) -> str:
+        """What the template makes of `turns` as they are."""
+        dated = self.fixed_date and "strftime_now" in self._template
+        apply = partial(
+            self.tokenizer.apply_chat_template,
+            chat_template=(date_macro() if dated else "") + self._template,
+            add_generation_prompt=awaits,
+            tokenize=False,
+            **{**self.options, "tools": tools},
+        )
+        try:
+            return str(apply(turns))
+        except Exception as error:  # a template may raise whatever Python does
+            texts = copy.deepcopy(turns)
+            for turn in texts:
+                change_arguments(turn, _as_text)
+            with suppress(Exception):  # some templates take the arguments of calls as text alone
+                return str(apply(texts))
+            raise TemplateRefusal(_reason(error)) from error
+
+    def _disarmed(self, content: Any, own: bool = False) -> Any:
+        """`content` with a space of no width in every name of a token, however deep.
+
+        own: of an assistant, which may reason and call tools in its own text.
+        """
         if isinstance(content, str):
-            return self._names.sub(lambda name: f"{name[0][0]}{NO_WIDTH}{name[0][1:]}", content)
+            return self._names[own].sub(rf"\g<0>{NO_WIDTH}", content)
         if isinstance(content, Mapping):
-            return {self._disarmed(key): self._disarmed(value) for key, value in content.items()}
-        return [*map(self._disarmed, content)] if isinstance(content, list | tuple) else content
+            own = own or content.get("role") == "assistant"
+            return {self._disarmed(k, own): self._disarmed(v, own) for k, v in content.items()}
+        if isinstance(content, list | tuple):
+            return [self._disarmed(one, own) for one in content]
+        return content
 
     def _ids(self, text: str) -> list[int]:
         return text_ids(self.tokenizer, [text], special=False)[0]
@@ -140,10 +204,90 @@ class ChatFormat:
         return {number: token for number, token in known if token.special}
 
     @cached_property
-    def _names(self) -> re.Pattern[str]:
-        """Any special token's name."""
-        names = (re.escape(token.content) for token in self._special.values())
-        return re.compile("|".join(names) or "(?!)")
+    def _added(self) -> list[str]:
+        """The names of all added tokens, the longest first; runs of white space are none."""
+        names = {token.content for token in self.tokenizer.added_tokens_decoder.values()}
+        return sorted(filter(str.strip, names), key=len, reverse=True)
+
+    @property
+    def _names(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
+        """The names that are broken in any turn, and those that are in an assistant's own.
+
+        Any: special tokens, and others that the template speaks of. Own: special ones, and those
+        that begin and end turns.
+        """
+        template = self._template if self.has_template else ""
+        if template not in self._patterns:
+            special = {token.content for token in self._special.values()}
+            turns = self._turn_marks({*self._added} - special) if template else set[str]()
+            spoken = {name for name in self._added if name in template}
+            self._patterns[template] = _broken(special | turns | spoken), _broken(special | turns)
+        return self._patterns[template]
+
+    def _turn_marks(self, names: set[str]) -> set[str]:
+        """Of the `names` of tokens those by which the template parts the turns of a plain chat.
+
+        It may write others around reasoning. Those it looks for in what an assistant says.
+        """
+        shown = self._shown(*WORDS) + self._shown(*WORDS, system="s")
+        marks = {name for name in names if name in shown}
+        return {name for name in marks if not any(self._seeks(name, one) for one in ("", *marks))}
+
+    def _seeks(self, name: str, after: str) -> bool:
+        """Whether the template looks for `name` in an answer, or where `after` stands behind it."""
+        texts = (f"a{one}b{after}c" for one in (name, WORDS[0]))
+        named, plain = (self._shown("hi", text).replace(name, WORDS[0]) for text in texts)
+        return named != plain
+
+    def _shown(self, *texts: str, system: str | None = None) -> str:
+        """`texts` of user and assistant in turn as the template writes them; empty: refused."""
+        front = [] if system is None else [{"role": "system", "content": system}]
+        turns = zip(cycle(("user", "assistant")), texts, strict=False)
+        try:
+            return self._applied([*front, *({"role": role, "content": one} for role, one in turns)])
+        except TemplateRefusal:
+            return ""
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _broken(names: Iterable[str]) -> re.Pattern[str]:
+    """The first character of each of the `names` in a text, also where names overlap."""
+    by_first: dict[str, list[str]] = {}
+    for name in sorted(filter(None, names)):
+        by_first.setdefault(name[0], []).append(re.escape(name[1:]))
+    alternatives = (f"{re.escape(a)}(?={'|'.join(rest)})" for a, rest in by_first.items())
+    return re.compile("|".join(alternatives) or "(?!)")
+
+
+def _reason(error: Exception) -> str:
+    """One line about what a template raised: its own words, or Python's and the place of them."""
+    if type(error) is jinja2.TemplateError:
+        return first_line(error)
+    frames = traceback.walk_tb(error.__traceback__)
+    lines = [line for frame, line in frames if frame.f_code.co_filename == "<template>"]
+    if isinstance(error, jinja2.TemplateSyntaxError):
+        lines = [error.lineno]
+    line = f", line {lines[-1]} of the template" if lines else ""
+    return f"{type(error).__name__}: {first_line(error).rstrip('.')}{line}"
+
+
+@cache
+def date_macro() -> str:
+    """What a template may ask of today's date, answered by DAY: the same rows, the same tokens."""
+    forms = ["".join(one) for one in product(("", *"-_0^#EO"), ascii_letters)]
+    known = {form: DAY.strftime(f"%{form}") for form in forms}
+    table = json.dumps({form: value for form, value in known.items() if value != f"%{form}"})
+    return (
+        "{% macro strftime_now(format) %}{% set forms = " + table + " %}"
+        "{% for whole in format.split('%%') %}{{ '' if loop.first else '%' }}"
+        "{% for part in whole.split('%') %}{% if loop.first %}{{ part }}"
+        "{% elif part[:2] in forms %}{{ forms[part[:2]] + part[2:] }}"
+        "{% elif part[:1] in forms %}{{ forms[part[:1]] + part[1:] }}"
+        "{% else %}{{ '%' + part }}{% endif %}{% endfor %}{% endfor %}{% endmacro %}{{ '' }}"
+    )
 
 
 def chat_format(

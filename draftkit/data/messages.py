@@ -9,7 +9,8 @@ This module does not know templates or tokens.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 # What the speakers are called, and what templates call them.
@@ -36,16 +37,28 @@ def read_messages(value: Any) -> list[dict[str, Any]]:
     Raises ValueError, a reason without the place of the conversation, for what is none.
     """
     if isinstance(value, str):
-        value = _from_json(value)
+        value = _from_json(value, "messages")
     if not isinstance(value, list | tuple) or not value:
         raise ValueError("messages must be a list of at least one message, or its JSON")
     return [_turn(message, f"messages[{index}]") for index, message in enumerate(value)]
 
 
+def change_arguments(turn: dict[str, Any], change: Callable[[Any], Any]) -> None:
+    """Put `change` of them in the place of the arguments of every call in `turn`."""
+    calls = turn.get("tool_calls")
+    for call in [*(calls if isinstance(calls, list) else []), turn.get("function_call")]:
+        for holder in (call, call.get("function")) if isinstance(call, dict) else ():
+            if isinstance(holder, dict) and "arguments" in holder:
+                holder["arguments"] = change(holder["arguments"])
+
+
 def _turn(message: Any, name: str) -> dict[str, Any]:
-    turn = dict(message) if isinstance(message, Mapping) else {}
+    turn = _plain(dict(message), name) if isinstance(message, Mapping) else {}
     content = turn.get("content")
-    turn = {key: one for key, one in turn.items() if not _is_empty(one)}
+    for key in ("tool_calls", "function_call"):
+        if isinstance(held := _from_json(turn.get(key), name), list | dict):
+            turn[key] = held
+    turn = {key: one for key, one in turn.items() if one not in (None, [], {})}
     for key, own in KEYS.items():
         if own not in turn:
             turn = {own if old == key else old: one for old, one in turn.items()}
@@ -55,38 +68,31 @@ def _turn(message: Any, name: str) -> dict[str, Any]:
         got = f", got {turn['role']!r:.40}" if "role" in turn else ""
         raise ValueError(f"{name} must have a role, one of {', '.join(known)}{got}")
     if role == "call":
-        calls = _from_json(turn.pop("content", None))
-        calls = [{"function": call} for call in (calls if isinstance(calls, list) else [calls])]
-        if not all(isinstance(call["function"], dict) for call in calls):
+        calls = _from_json(turn.pop("content", None), name)
+        calls = calls if isinstance(calls, list) else [calls]
+        if not all(isinstance(call, dict) for call in calls):
             raise ValueError(f"{name}.content must be the JSON of a call, or of a list of calls")
-        role, turn["tool_calls"] = "assistant", [{"type": "function", **call} for call in calls]
-    turn = {**_plain(turn, name, DEEPEST), "role": role}
-    calls = turn.get("tool_calls", [])
-    for call in [*(calls if isinstance(calls, list) else []), turn.get("function_call")]:
-        for holder in (call, call.get("function")) if isinstance(call, dict) else ():
-            if isinstance(holder, dict) and "arguments" in holder:
-                holder["arguments"] = _arguments(holder["arguments"], name)
-    if "content" in turn or not (calls or "function_call" in turn):
+        turn["tool_calls"] = [{"type": "function", "function": call} for call in calls]
+    turn["role"] = "assistant" if role == "call" else role
+    change_arguments(turn, partial(_arguments, name=name))
+    if "content" in turn or not turn.keys() & {"tool_calls", "function_call"}:
         turn["content"] = _content(turn.get("content", content), f"{name}.content")
     return turn
 
 
-def _is_empty(value: Any) -> bool:
-    return value is None or (isinstance(value, list | tuple | Mapping) and not value)
-
-
 def _arguments(given: Any, name: str) -> Any:
     """The object that the text of arguments holds; text of none stays text."""
-    parsed = _from_json(given)
-    return _plain(parsed, name, DEEPEST) if isinstance(parsed, dict) else given
+    held = _from_json(given, name)
+    return held if isinstance(held, dict) else given
 
 
-def _from_json(text: Any) -> Any:
+def _from_json(text: Any, name: str) -> Any:
     """What a text of JSON holds; None for what is no such text."""
     try:
-        return json.loads(text) if isinstance(text, str) else None
+        held = json.loads(text) if isinstance(text, str) else None
     except (ValueError, RecursionError):
         return None
+    return _plain(held, name)
 
 
 def _content(content: Any, name: str) -> str:
@@ -108,18 +114,18 @@ def _content(content: Any, name: str) -> str:
     return "".join(part["text"] for part in content)
 
 
-def _plain(value: Any, name: str, levels: int) -> Any:
+def _plain(value: Any, name: str) -> Any:
     """A copy of `value` in the kinds that JSON has; of others, as dates of Parquet, their text."""
-    if levels < 0:
-        raise ValueError(f"{name} nests deeper than {DEEPEST} levels")
-    if isinstance(value, Mapping):
-        return {_plain(str(k), name, 0): _plain(one, name, levels - 1) for k, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one, name, levels - 1) for one in value]
-    if value is None or isinstance(value, int | float):
-        return value
     try:
-        str(value).encode()
+        copy = json.loads(json.dumps(value, ensure_ascii=False, default=str).encode())
     except UnicodeEncodeError as error:
         raise ValueError(f"{name} holds half a character ({error.reason})") from error
-    return str(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{name} is no JSON ({str(error)[:80]})") from error
+    level: list[Any] = [[copy]]
+    for _ in range(DEEPEST + 1):
+        held = (one.values() if isinstance(one, dict) else one for one in level)
+        level = [one for inner in held for one in inner if isinstance(one, dict | list)]
+    if level:
+        raise ValueError(f"{name} nests deeper than {DEEPEST} levels")
+    return copy

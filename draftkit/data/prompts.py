@@ -298,7 +298,8 @@ class RowReader:
         row, chat, most = document.row, self._chat_of(document.row), self._lengths
         reads = chat is not None or self._start is not None  # no text names what begins an answer
         literal = reads or self._literal or self._data.chat_template != "never"
-        self.counts["rows_naming_special"] += literal and self._format.names_special(row)
+        texts = [chat or row, row.get("tools")]
+        self.counts["rows_naming_special"] += literal and self._format.names_special(texts)
         pieces = self._of_prompt(row, literal) if chat is None else self._of_chat(chat, row)
         for prompt, answer, is_cut in pieces:
             if not prompt:

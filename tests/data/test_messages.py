@@ -21,8 +21,14 @@ def answer(**keys: Any) -> dict[str, Any]:
 
 
 def nested(levels: int) -> Any:
-    return [nested(levels - 1)] if levels else "x"
+    made: Any = "x"
+    for _ in range(levels):
+        made = [made]
+    return made
 
+
+ROUND: list[Any] = []
+ROUND.append(ROUND)
 
 SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [
     # Names of speakers and keys
@@ -58,6 +64,9 @@ SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [
         (answer(tool_calls=[call(text)]), answer(tool_calls=[call(text)]))
         for text in ("", "SF", '{"city": ', "[1]", "5", "null", "[" * 9999, "9" * 9999, None)
     ),
+    (answer(tool_calls=json.dumps([call("{}")])), answer(tool_calls=[call({})])),
+    (answer(tool_calls="[]", function_call='{"name": "f"}'), answer(function_call={"name": "f"})),
+    ({**HI, "x": nested(DEEPEST - 1)}, {**HI, "x": nested(DEEPEST - 1)}),
     # What clients send back with an answer, and what else a message may hold
     (
         {**HI, "refusal": None, "tool_calls": [], "audio": {}, "annotations": (), "name": "a"},
@@ -114,7 +123,10 @@ def test_a_conversation_may_be_json_text() -> None:
         ([{"role": "user", "content": "\ud800"}], "messages[0] holds half a character"),
         ([answer(tool_calls=[call('{"a": "\\ud800"}')])], "messages[0] holds half a character"),
         ([{**HI, "\ud800": 1}], "messages[0] holds half a character"),
-        ([{**HI, "x": nested(DEEPEST + 1)}], "messages[0] nests deeper than 100 levels"),
+        ([{**HI, "x": nested(DEEPEST)}], "messages[0] nests deeper than 100 levels"),
+        ([{**HI, "x": nested(5_000)}], "messages[0] is no JSON (maximum recursion"),
+        ([{**HI, "x": {(1, 2): 3}}], "messages[0] is no JSON (keys must be"),
+        ([{**HI, "x": ROUND}], "messages[0] is no JSON (Circular reference"),
     ],
 )
 def test_what_is_no_conversation_is_refused_with_the_reason(value: Any, reason: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from starlette.datastructures import Headers
 
 from draftkit.config import DEFAULT_ROUTE, SamplingConfig, ServeConfig
+from draftkit.data.messages import read_messages
 from draftkit.data.prompts import begun
 from draftkit.serving.jobs import Job
 from draftkit.serving.protocol import SHOWN, ApiError, ChatRequest, CompletionRequest
@@ -51,7 +52,7 @@ class Intake:
             "deadline": time.monotonic() + self.settings.request_seconds,
         }
         if isinstance(body, ChatRequest):
-            kind, messages = ChatReply, [{"role": m.role, "content": m.text} for m in body.messages]
+            kind, messages = ChatReply, await asyncio.to_thread(_messages_of, body)
             prompts = [await self._chat_ids(body, messages)]
             most = body.most_tokens or self.max_length - len(prompts[0])
             shared |= {"continues": False, "conversation": conversation_of(messages)}
@@ -92,7 +93,7 @@ class Intake:
             raise ApiError(f"prompt: token id {wrong} is not below {size}", param="prompt")
         return ids
 
-    async def _chat_ids(self, body: ChatRequest, messages: list[dict[str, str]]) -> list[int]:
+    async def _chat_ids(self, body: ChatRequest, messages: list[dict[str, Any]]) -> list[int]:
         try:
             ids = await asyncio.to_thread(self.texts.chat, messages)
         except ValueError as error:
@@ -140,13 +141,21 @@ class Intake:
         return route
 
 
+def _messages_of(body: ChatRequest) -> list[dict[str, Any]]:
+    """The turns as rows of data have them, with all that a template may read."""
+    try:
+        return read_messages(body.messages)
+    except ValueError as error:
+        raise ApiError(str(error), param="messages") from error
+
+
 def no_model(name: str) -> ApiError:
     """What to tell who asks for another model."""
     message = f"there is no model {name[:SHOWN]!r}: GET /v1/models lists what there is"
     return ApiError(message, status=404, code="model_not_found", param="model")
 
 
-def conversation_of(messages: Sequence[Mapping[str, str]]) -> str:
+def conversation_of(messages: Sequence[Mapping[str, Any]]) -> str:
     """A name that all turns of a conversation share: a hash of it up to the first user turn.
 
     Later turns hold the answers to earlier ones, so all of them are learned from, or none.

@@ -192,32 +192,10 @@ class CompletionRequest(GenerationRequest):
             raise ApiError(f"best_of must equal n, got {self.best_of}", param="best_of")
 
 
-class TextPart(BaseModel):
-    """A piece of a message."""
-
-    model_config = ConfigDict(strict=True)
-    type: Literal["text"]
-    text: Text
-
-
-class Message(BaseModel):
-    """One turn of a chat; what clients send back with an answer beside these is ignored."""
-
-    model_config = ConfigDict(strict=True)
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[TextPart], Field(fail_fast=True)]
-
-    @property
-    def text(self) -> str:
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(part.text for part in self.content)
-
-
 class ChatRequest(GenerationRequest):
     """The body of `/v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
+    messages: Annotated[list[Json], Field(fail_fast=True, min_length=1)]  # for `read_messages`
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=TOP_LOGPROBS)

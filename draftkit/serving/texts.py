@@ -65,7 +65,7 @@ class Texts:
         with self._lock:
             return text_ids(self._tokenizer, [text], literal=self.start is not None)[0]
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The ids of a chat that awaits its answer.
 
         Raises ValueError where the tokenizer has no chat template, or its template refuses.

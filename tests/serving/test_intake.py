@@ -6,13 +6,15 @@ from typing import Any
 import pytest
 from starlette.datastructures import Headers
 
-from draftkit.config import SamplingConfig, ServeConfig
+from draftkit.config import DataConfig, SamplingConfig, ServeConfig
+from draftkit.data.corpora import row_form
+from draftkit.data.messages import read_messages
 from draftkit.serving.intake import Intake, conversation_of
 from draftkit.serving.protocol import ApiError, ChatRequest, CompletionRequest
 from draftkit.serving.replies import CompletionReply
 from draftkit.serving.texts import Texts
 from tests.serving.fakes import chat, chat_tokenizer, completion
-from tests.tiny import VOCAB_SIZE
+from tests.tiny import VOCAB_SIZE, byte_tokenizer
 
 TEXTS = Texts(chat_tokenizer(), VOCAB_SIZE)
 LONG = [{"role": "user", "content": "a" * 40}]
@@ -84,6 +86,79 @@ def test_what_cannot_be_served_is_refused_by_the_parameter_to_blame(
     with pytest.raises(ApiError, match=says) as caught:
         take(intake(queue=4, slots=1), **body)
     assert caught.value.param == param
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+USER = {"role": "user", "content": "Hi"}
+CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+RESULT = {"role": "tool", "tool_call_id": "1", "name": "f", "content": "7"}
+SENT_BACK = {"refusal": None, "audio": None, "function_call": None, "annotations": []}
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [USER, CALLING, RESULT],
+        [USER, {**CALLING, "content": None}, RESULT],
+        [
+            USER,
+            {"role": "assistant", "content": "a", "reasoning_content": "hm"},
+            {**USER, "name": "b"},
+        ],
+        [USER, {"role": "assistant", "content": "a", "tool_calls": [], **SENT_BACK}, USER],
+        [{**USER, "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}],
+        [{**USER, "garbage": {"deep": [1, None, {}]}, "cache_control": {"type": "ephemeral"}}],
+    ],
+)
+def test_a_template_is_given_all_that_a_message_holds(messages: list[dict[str, Any]]) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.reasoning_content }}{{ m.content }}{{ m.name }}"
+        "{% if m.tool_calls is defined %}{% for call in m.tool_calls %}{{ call.id }}"
+        "{% for key, one in call.function.arguments | items %}{{ key }}={{ one }}{% endfor %}"
+        "{% endfor %}!{% endif %}{{ m.tool_call_id }}{{ m.refusal is defined }}\n{% endfor %}"
+    )
+    parsed = read_messages(messages)
+    wanted = tokenizer.apply_chat_template(parsed, add_generation_prompt=True)["input_ids"]
+    reply = converse(intake(Texts(tokenizer, VOCAB_SIZE), 500), messages=messages)
+    assert reply.jobs[0].prompt_ids == wanted
+    assert reply.prompt_tokens == len(wanted)
+    # What training reads of the same messages.
+    row = row_form({"messages": messages}, DataConfig(), "row 1")
+    assert row["messages"] == parsed
+
+
+@pytest.mark.parametrize(
+    ("turn", "says"),
+    [
+        ({"role": "king", "content": "a"}, "messages[0] must have a role, one of system, "),
+        ({"content": "a"}, "messages[0] must have a role"),
+        ({"role": "user"}, "messages[0].content must be text, got NoneType"),
+        ({"role": "user", "content": None}, "messages[0].content must be text, got NoneType"),
+        ({"role": "user", "content": "\ud800"}, "messages[0] holds half a character"),
+        ({"role": "user", "content": "a", "name": "\ud800"}, "messages[0] holds half a character"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+            "messages[0].content[0] is of the type 'image_url'",
+        ),
+        ({"role": "tool", "content": "a"}, "refuses the messages (no tools here)"),
+    ],
+)
+def test_messages_that_no_template_takes_are_refused(turn: dict[str, Any], says: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        converse(intake(), messages=[turn])
+    assert says in caught.value.detail
+    assert (caught.value.status_code, caught.value.param) == (400, "messages")
+
+
+def test_whatever_a_template_raises_is_a_400() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ 1 / 0 }}"
+    with pytest.raises(ApiError) as caught:
+        converse(intake(Texts(tokenizer, VOCAB_SIZE)))
+    assert caught.value.status_code == 400
+    reason = "the messages (ZeroDivisionError: division by zero, line 1 of the template)"
+    assert caught.value.detail.endswith(reason)
 
 
 def test_routes_and_recording() -> None:

@@ -5,9 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 from draftkit.config import Config, DataConfig
-from draftkit.data.corpora import Document, name_of, question_id, row_form
+from draftkit.data.corpora import document_of
 from draftkit.data.lengths import Room, lengths_within, reading_notes
 from draftkit.data.prompts import Example, RowReader, begun
+from draftkit.data.rows import name_of
 from draftkit.models.loading import Target
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
@@ -24,7 +25,8 @@ def examples_of(
     """Prompts, and answers where they have some, as the target reads them, nothing cut.
 
     Text is a user turn where `data.chat_template` says so; every answer of a chat is an example.
-    Rows of the same question are one document, named after the first of them.
+    Rows of the same question are one document, named after the first of them. Rows that cannot be
+    used are left out, as `data.max_bad_rows` allows.
     context: that of the models. `note` hears what was made of texts. Raises ValueError naming the
     first prompt that cannot be used.
     """
@@ -34,15 +36,19 @@ def examples_of(
     data = replace(data, name="local", path="prompts", max_length=window)
     start = target.adapter.start_id
     reader = RowReader(target.tokenizer, data, start=start)
+    rows = {f"prompt {n}": row for n, one in enumerate(prompts) if (row := row_of(one)) is not None}
+    documents = (document_of(row, data, name, "") for name, row in rows.items())
+    read = {document.origin: (document.id, made) for document, made in reader.read(documents)}
     first: dict[str, str] = {}  # what the first prompt with an id is called
     examples: list[Example] = []
     for number, prompt in enumerate(prompts):
-        name, row = f"prompt {number}", row_of(prompt)
-        if row is not None:
-            form = row_form(row, data, name)
-            ((document, read),) = reader.read([Document(question_id(form), "", form)])
-            called = first.setdefault(document.id, name)
-            made = [replace(example, document=called) for example in read]
+        name = f"prompt {number}"
+        if name in rows:
+            if name not in read:
+                continue
+            id, made = read[name]
+            called = first.setdefault(id, name)
+            made = [replace(example, document=called) for example in made]
         else:
             given: Any = prompt
             ids = begun(given, start)
@@ -57,7 +63,7 @@ def examples_of(
                 f"{name} has {longest} tokens, and the models' context is {context}: shorten it"
             )
         examples += made
-    for line in reading_notes(reader.counts):
+    for line in reading_notes(reader.counts, reader.bad.lines):
         note(line)
     return examples
 

@@ -76,7 +76,7 @@ TEXTS = Stage(
     reads=("data",),
     derived={"lengths": lambda config: vars(lengths_of(config))},
     inputs=(DATA, TARGET_MODEL),
-    version=2,
+    version=3,
     shared=True,
 )
 GENERATE = Stage(

@@ -3,6 +3,7 @@
 The target's tokenizer reads it.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,15 @@ from typing import Any
 from draftkit.config import Config
 from draftkit.data.corpora import read_documents
 from draftkit.data.lengths import cut_line, reading_notes, shares_cut
-from draftkit.data.prompts import make_splits, read_splits
+from draftkit.data.prompts import Splits, make_splits, read_splits
 from draftkit.models.loading import decoder_start, load_tokenizer
 
 from .command import main
 from .lengths import context_of, lengths_of
 from .plan import TEXTS
 from .stage import StageFolder
+
+UNLEARNED = ("answers_unused", "answers_weightless")
 
 
 def texts(config: Config, folder: StageFolder) -> dict[str, Any]:
@@ -29,8 +32,9 @@ def texts(config: Config, folder: StageFolder) -> dict[str, Any]:
     )
     if splits.counts["rows"]:
         folder.note(cut_line(splits.counts, lengths))
-    for line in reading_notes(splits.counts):
+    for line in reading_notes(splits.counts, splits.left_out):
         folder.note(line)
+    check_answers(config, splits)
     rows = "windows" if splits.counts["windows"] else "rows"
     folder.note(
         f"{len(splits.train)} training {rows} of at most {splits.room.total} tokens; the models' "
@@ -40,9 +44,22 @@ def texts(config: Config, folder: StageFolder) -> dict[str, Any]:
         "vocab_size": len(tokenizer),
         "text_sha256": splits.sha256,
         "lengths": vars(lengths),
+        "left_out": splits.left_out,
         **splits.counts,
         **shares_cut(splits.counts),
     }
+
+
+def check_answers(config: Config, splits: Splits) -> None:
+    """Raise ValueError where the data's own answers are to be learned, and none can be."""
+    key, learned = "source", config.source.name
+    if learned == "mix":
+        key, learned = "source.other", config.source.other
+    if learned != "fixed" or any(example.has_completion for example in splits.train):
+        return
+    unlearned = Counter({name: splits.counts[name] for name in UNLEARNED})
+    reason = "; ".join(reading_notes(unlearned)) or "the data hold prompts alone"
+    raise ValueError(f"{key}=fixed: there is no answer to learn ({reason}): use target")
 
 
 def shares_of(folder: Path) -> dict[str, float]:

@@ -23,9 +23,11 @@ from draftkit.tracking import FILE_NAME, read_metrics
 
 from .command import main
 from .contexts import read_contexts
-from .plan import TRAIN
+from .plan import TEXTS, TRAIN
 from .prepare import check_pair
+from .product import complete_summary, plan
 from .stage import StageFolder
+from .texts import check_answers
 
 DRAFT = "draft"
 
@@ -33,6 +35,9 @@ DRAFT = "draft"
 def check(config: Config) -> None:
     """Raise ValueError for settings that no single section can refuse."""
     check_pair(config)
+    texts = plan(TEXTS, config)
+    if complete_summary(texts) is not None:
+        check_answers(config, read_splits(texts.path))
     _ = config.training_temperature  # which refuses a divergence that has no use when greedy
 
 

@@ -87,3 +87,18 @@ def test_without_a_length_those_of_the_data_hold(target):
     few = DataConfig(max_prompt_tokens=1)
     with pytest.raises(ValueError, match=r"data\.max_prompt_tokens=1: raise it, or leave the prom"):
         fit_examples([row], few, context=128, max_length=None)
+
+
+def test_a_row_that_cannot_be_used_is_left_out_and_named(talking):
+    rows, lines = [chat(f"say {n}", "so") for n in range(200)], []
+    bad = {"messages": [{"role": "bard of all", "content": "a"}]}
+    read_rows = read([*rows[:9], bad, *rows[9:]], talking, note=lines.append)
+    assert [one.document for one in read_rows[8:10]] == ["prompt 8", "prompt 10"]
+    assert [one.token_ids for one in read_rows] == [one.token_ids for one in read(rows, talking)]
+    assert lines[-1].startswith("left out: prompt 9: messages[0] must have a role")
+    with pytest.raises(
+        ValueError, match=r"^prompt 1: .*; so 1 of 3 rows cannot be used, more than "
+    ):
+        read([rows[0], bad, rows[1]], talking)
+    with pytest.raises(ValueError, match=r"^prompt 0: messages\[0\] must have a role[^;]*$"):
+        read([bad], talking)

@@ -1,16 +1,18 @@
 """`source` and `generate.url` as the commands see them: who samples, what is kept or refused."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from draftkit.artifacts import read_json
 from draftkit.config import Config
 from draftkit.data.rollouts import read_parts
 from draftkit.models.loading import load_target
 from draftkit.tracking import read_metrics
-from pipelines.plan import GENERATE, TRAIN
+from pipelines.plan import GENERATE, TEXTS, TRAIN
 from pipelines.product import plan
 from pipelines.stage import ensure
 from tests.distillation.serving import Engine, served
@@ -51,6 +53,30 @@ def test_every_source_trains_and_writes_no_texts(
     lines = [line for line in read_metrics(folder / "metrics.jsonl") if "loss" in line]
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert not [*folder.rglob("*.parquet")]
+
+
+@pytest.mark.parametrize("source", [["source=fixed"], ["source=mix", "source.other=fixed"]])
+def test_answers_that_are_not_there_are_refused_when_the_texts_are_read(
+    tmp_path: Path, source: list[str]
+) -> None:
+    rows = [{"prompt": f"say {n} of all"} for n in range(200)] + [{"prompt": 5}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = ["data=local", f"data.path={path}", "data.max_rows=null", "name=answers"]
+    refusal = (
+        r"^source(\.other)?=fixed: there is no answer to learn \(the data hold prompts alone\)"
+    )
+    with pytest.raises(ValueError, match=refusal):
+        ensure(TRAIN, smoke(tmp_path, *given, *source))
+    assert not [*tmp_path.glob("shared/contexts"), *tmp_path.glob("answers*")]
+    made = ensure(TEXTS, smoke(tmp_path, *given, "source=target"))
+    summary = read_json(made / "summary.json")
+    assert (summary["documents"], summary["rows_bad"]) == (200, 1)
+    (line,) = summary["left_out"]
+    assert line == f"data.path {path}, line 201: the prompt must be text, got int"
+    with pytest.raises(ValueError, match=refusal):  # before anything runs
+        ensure(TRAIN, smoke(tmp_path, *given, *source))
+    assert not [*tmp_path.glob("shared/contexts"), *tmp_path.glob("answers*")]
 
 
 @pytest.mark.parametrize("source", ["block", "replay"])

@@ -146,6 +146,8 @@ class DataConfig(Section, key="data"):
     # Of `draftkit/corpus`.
     domains: list[str] = setting(DOMAIN_NAMES, names=DOMAIN_NAMES, filled=True)
     max_rows: int | None = positive(None)  # the first of the file or data set; null: all
+    # The share of rows up to which those that cannot be used are left out, and counted.
+    max_bad_rows: float = setting(0.01, least=0, most=1)
     prompt_column: str | None = None
     completion_column: str | None = None
     # Prompts that are strings: a user turn where the tokenizer has a chat template (auto), or as

@@ -1,18 +1,17 @@
 """Documents: text that comes with the package, a file, or a hub data set; and their split.
 
-A row of a file or data set takes one of three forms: `messages` (+ `tools`), `prompt`
-(+ `completion`), or `text`. The split goes by document, in the order of a hash, so that no text is
-in two parts: a source file stays with its docstrings, a question with all its answers.
+The split goes by document, in the order of a hash, so that no text is in two parts: a source file
+stays with its docstrings, a question with all its answers. A row that cannot be used is a document
+with a fault: whoever reads on leaves it out and counts it.
 
 This module does not know tokens, models or what the text is for.
 """
 
-import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby, islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,14 @@ import pyarrow.parquet as pq
 
 from draftkit.artifacts import first_line
 from draftkit.config import DataConfig
-from draftkit.data.messages import read_messages
+from draftkit.data.bad_rows import reason_of
+from draftkit.data.rows import question_id, row_form
 from draftkit.data.store import hash_order
 from draftkit.hub import hub_has
 
 PARAGRAPHS = 2_000  # characters up to which the paragraphs of a text file are joined
 SPLITS = ("train", "validation", "test")
+Rows = Iterator[tuple[str, dict[str, Any] | Exception]]  # with the place of each in the source
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,16 @@ class Document:
     """One text: `row` holds `messages`, or `prompt` (and `completion`), or `text`.
 
     Rows of one question are one document: they have the same `id`. split: the one that the source
-    has it in; empty where it has none.
+    has it in; empty where it has none. origin: where it stands. fault: why it cannot be used; its
+    `row` is empty then.
     """
 
     id: str
     domain: str
     row: dict[str, Any]
     split: str = ""
+    origin: str = ""
+    fault: str = ""
 
     @property
     def key(self) -> int:
@@ -52,20 +56,33 @@ class Document:
 def read_documents(data: DataConfig) -> Iterator[Document]:
     """The documents that `data` names, in their order, one at a time: text may exceed memory.
 
-    Raises ValueError, one line that names `data.path`, for whatever cannot be used.
+    A row that cannot be used is one with a `fault`. Raises ValueError, one line that names
+    `data.path`, for a source that cannot be read.
     """
-    rows = _hub_rows(data) if data.name == "hub" else _file_rows(data.file)
+    rows: Any = _hub_rows(data) if data.name == "hub" else _file_rows(data.file)
     name = Path(str(data.path)).stem if data.name == "local" else str(data.path)
     if data.is_packaged:
-        rows = (row for row in rows if row[1].get("domain", data.domains[0]) in data.domains)
+        rows = (one for one in rows if one[1].get("domain", data.domains[0]) in data.domains)
     empty = True
     for origin, row in islice(rows, data.max_rows):
-        form = row_form(row, data, f"{setting(data)}, {origin}")
         own = (row.get("domain", name), row["split"]) if data.is_packaged else (name, "")
-        yield Document(question_id(form), own[0], form, own[1])
+        yield document_of(row, data, f"{setting(data)}, {origin}", *own)
         empty = False
     if empty:
         raise ValueError(f"{setting(data)} is empty: it needs at least 3 rows of text")
+
+
+def document_of(
+    row: dict[str, Any] | Exception, data: DataConfig, origin: str, domain: str, split: str = ""
+) -> Document:
+    """The document of a row that stands at `origin`."""
+    try:
+        if isinstance(row, Exception):
+            raise row
+        form = row_form(row, data)
+        return Document(question_id(form), domain, form, split, origin)
+    except (ValueError, RecursionError) as error:
+        return Document("", domain, {}, split, origin, reason_of(error))
 
 
 def setting(data: DataConfig) -> str:
@@ -103,7 +120,7 @@ def split_documents(keys: np.ndarray, own: Sequence[str], data: DataConfig) -> n
 # keys of the first in its order, which a template may print.
 
 
-def _file_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _file_rows(path: Path) -> Rows:
     known = ", ".join(READERS)
     if path.is_dir():
         inside = sorted(file.name for file in path.iterdir() if file.suffix in READERS)
@@ -116,37 +133,59 @@ def _file_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     return READERS[path.suffix](path)
 
 
-def _json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    rule = "each line is one object"
+def _json_rows(path: Path) -> Rows:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            origin = f"data.path {path}, line {number}"
-            try:
-                row = json.loads(line.decode("utf-8-sig").rstrip())
-            except json.JSONDecodeError as error:
-                reason = f"{error.msg} at column {error.colno}"
-                raise ValueError(f"{origin}: not valid JSON ({reason}); {rule}") from error
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{origin}: not UTF-8 text ({error.reason})") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"{origin}: a JSON {type(row).__name__}; {rule}")
-            yield f"line {number}", row
+            if line.strip():
+                yield f"line {number}", _attempt(_json_row, line)
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _json_row(line: bytes) -> dict[str, Any]:
+    rule = "each line is one object"
+    if line.lstrip().startswith(b"["):
+        rule += " (jq -c '.[]' makes such lines of a list)"
+    try:
+        row = json.loads(line.decode("utf-8-sig").rstrip())
+    except json.JSONDecodeError as error:
+        reason = f"{error.msg} at column {error.colno}"
+        raise ValueError(f"not valid JSON ({reason}); {rule}") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"a JSON {type(row).__name__}; {rule}")
+    return row
+
+
+def _attempt(read: Callable[..., Any], *values: Any) -> Any:
+    """What `read` gives, or why the row cannot be read."""
+    try:
+        return read(*values)
+    except (ValueError, RecursionError) as error:
+        return error
+
+
+def _parquet_rows(path: Path) -> Rows:
     try:
         with pq.ParquetFile(path) as file:
-            batches = (batch.to_pylist() for batch in file.iter_batches(batch_size=1024))
-            for number, row in enumerate(chain.from_iterable(batches), start=1):
-                yield f"row {number}", row
+            batches = file.iter_batches(batch_size=1024)
+            rows = (batch.slice(at, 1) for batch in batches for at in range(batch.num_rows))
+            for number, row in enumerate(rows, start=1):
+                yield f"row {number}", _attempt(lambda row: _without_filled(*row.to_pylist()), row)
     except (OSError, pa.ArrowException) as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise ValueError(f"data.path {path}: not readable ({reason})") from error
 
 
-def _text_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _without_filled(row: Any) -> dict[str, Any]:
+    """A row without what Arrow fills in: it gives every object all keys of its column."""
+    return {column: _without_nulls(value) for column, value in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [*map(_without_nulls, value)] if isinstance(value, list) else value
+
+
+def _text_rows(path: Path) -> Rows:
     """Paragraphs, which blank lines part; short ones are joined."""
     number, joined = 1, ""
     try:
@@ -169,7 +208,7 @@ READERS = {".jsonl": _json_rows, ".json": _json_rows, ".parquet": _parquet_rows}
 READERS[".txt"] = _text_rows
 
 
-def _hub_rows(data: DataConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+def _hub_rows(data: DataConfig) -> Rows:
     import datasets  # a second to import, and this branch alone needs it
     import datasets.exceptions
     from datasets.naming import camelcase_to_snakecase
@@ -188,117 +227,4 @@ def _hub_rows(data: DataConfig) -> Iterator[tuple[str, dict[str, Any]]]:
             f"data.path {name} could not be loaded ({reason}): check data.subset "
             "and data.split, be online the first time, or use data=local with a file"
         ) from error
-    return ((f"row {number}", dict(row)) for number, row in enumerate(rows, start=1))
-
-
-# Rows
-
-
-def row_form(row: dict[str, Any], data: DataConfig, origin: str) -> dict[str, Any]:
-    """The part of `row` that is used, under the names of one of the three forms."""
-    columns = f"columns found: {', '.join(row)}"
-    named = {"prompt_column": data.prompt_column, "completion_column": data.completion_column}
-    for key, column in named.items():
-        if column is not None and column not in row:
-            raise ValueError(f"data.{key} {column!r} is not in {origin}; {columns}")
-    default = data.prompt_column is None and data.completion_column is None
-    prompt, completion = data.prompt_column or "prompt", data.completion_column or "completion"
-    if default and row.get("messages") is not None:
-        form = {"messages": _messages(row["messages"], origin)}
-        return form | _tools(row.get("tools"), form, origin)
-    if row.get(prompt) is not None:
-        form = _prompt_form(row[prompt], row.get(completion), origin)
-        return form | _tools(row.get("tools"), form, origin)
-    if default and row.get("text") is not None:
-        return {"text": _text(row["text"], "text", origin)}
-    names = "messages, prompt or text" if default else prompt
-    raise ValueError(
-        f"{origin}: nothing under {names}; {columns}; "
-        "name yours by data.prompt_column and data.completion_column"
-    )
-
-
-def _prompt_form(prompt: Any, completion: Any, origin: str) -> dict[str, Any]:
-    """Text, a chat (a list of messages), or a list of user turns, of which the first is taken."""
-    if isinstance(prompt, list) and prompt and all(isinstance(turn, dict) for turn in prompt):
-        if isinstance(completion, str):
-            completion = [{"role": "assistant", "content": completion}]
-        return {"messages": _messages([*prompt, *(completion or [])], origin)}
-    if isinstance(prompt, list) and prompt:
-        prompt = prompt[0]
-    form = {"prompt": _text(prompt, "the prompt", origin)}
-    if completion is not None:
-        form["completion"] = _text(completion, "the completion", origin)
-    return form
-
-
-def _text(value: Any, name: str, origin: str) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{origin}: {name} must be text, got {type(value).__name__}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{origin}: {name} holds half a character ({error.reason})") from error
-    return value
-
-
-def _messages(messages: Any, origin: str) -> list[dict[str, Any]]:
-    try:
-        return read_messages(messages)
-    except ValueError as error:
-        raise ValueError(f"{origin}: {error}") from error
-
-
-def _tools(tools: Any, form: dict[str, Any], origin: str) -> dict[str, Any]:
-    """The tools of a chat, a list or its JSON, for the template; nothing where there are none."""
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools or "null")
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{origin}: tools must be a list, or its JSON ({error.msg})"
-            ) from error
-    if not tools:
-        return {}
-    if "messages" not in form:
-        raise ValueError(f"{origin}: tools go with messages: leave them out, or write the chat so")
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise ValueError(f"{origin}: tools must be a list of objects")
-    return {"tools": _without_nulls(tools)}
-
-
-def _without_nulls(value: Any) -> Any:
-    """`value` without keys that hold null: Parquet gives every object all keys of its column."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
-    return [*map(_without_nulls, value)] if isinstance(value, list) else value
-
-
-def question_id(form: dict[str, Any]) -> str:
-    """16 hex digits of the question: rows that differ in the answer alone share a split.
-
-    Of a chat that is what comes up to its first user turn, but for a system turn: there the same
-    question may come under another date. Of a text it is all of it; its first tokens, which are
-    the prompt, `data.prompts` looks at. White space makes no difference.
-    """
-    question: Any = form.get("text", form.get("prompt"))
-    if "messages" in form:
-        turns = [turn for turn in form["messages"] if turn["role"] not in ("system", "developer")]
-        roles = [turn["role"] for turn in turns]
-        first = roles.index("user") + 1 if "user" in roles else len(turns)
-        question = turns[:first] or form["messages"]
-    return name_of(question)
-
-
-def name_of(question: Any) -> str:
-    """16 hex digits that texts or turns share if they differ in white space alone."""
-    canonical = json.dumps(_spaced_once(question), sort_keys=True)
-    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
-
-
-def _spaced_once(value: Any) -> Any:
-    if isinstance(value, str):
-        return " ".join(value.split())
-    if isinstance(value, dict):
-        return {key: _spaced_once(one) for key, one in value.items()}
-    return [*map(_spaced_once, value)] if isinstance(value, list) else value
+    return ((f"row {n}", _without_filled(row)) for n, row in enumerate(rows, start=1))

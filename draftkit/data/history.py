@@ -10,7 +10,9 @@ This module does not know rows, masks or splits.
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
-from draftkit.data.chats import ChatFormat, Message
+from draftkit.data.chats import ChatFormat, Message, TemplateRefusal
+
+CALLS = ("tool_calls", "function_call")  # of an assistant's turn, beside what it says
 
 
 def answers(
@@ -19,10 +21,10 @@ def answers(
     """The answers of a chat to its users, and its last turn if that awaits one.
 
     Of each: the ids of its prompt, of at most `limit` tokens where that can be; of the answer,
-    empty where it is awaited, None where the template writes it otherwise than after its prompt;
-    and whether turns are left out of the prompt. A prompt begins with a user turn, behind the
-    system turn that the chat may have; the whole one with whatever the chat begins with. Raises
-    `TemplateRefusal` for a chat that the template refuses.
+    empty where it is awaited or has the weight 0, None where the template does not write it after
+    its prompt; and whether turns are left out of the prompt. A prompt begins with a user turn,
+    behind the system turn that the chat may have; the whole one with whatever the chat begins with.
+    Raises `TemplateRefusal` for a chat that the template refuses.
     """
     roles = [turn["role"] for turn in chat]
     if "user" not in roles:
@@ -44,4 +46,25 @@ def answers(
             first += 1
             prompt = context(first)
         turns = [*chat[:front], *chat[starts[first] : end + 1]]
-        yield prompt, template.answer(turns, prompt) if end < len(chat) else [], first > 0
+        is_learned = end < len(chat) and not is_weightless(chat[end])
+        yield prompt, _written(template, turns, prompt) if is_learned else [], first > 0
+
+
+def is_weightless(turn: Message) -> bool:
+    """Whether a chat says that an answer is not to be learned, as OpenAI's files for tuning do."""
+    return turn["role"] == "assistant" and turn.get("weight") == 0
+
+
+def _written(
+    template: ChatFormat, turns: Sequence[Message], prompt: Sequence[int]
+) -> list[int] | None:
+    """The ids of the last turn after `prompt`; None where the template leaves out its calls."""
+    answer, turn = template.answer(turns, prompt), turns[-1]
+    if any(turn.get(key) for key in CALLS):
+        uncalled = {key: value for key, value in turn.items() if key not in CALLS}
+        try:
+            if answer == template.answer([*turns[:-1], {"content": "", **uncalled}], prompt):
+                return None
+        except TemplateRefusal:
+            pass  # which tells the two apart
+    return answer

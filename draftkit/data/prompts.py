@@ -12,6 +12,7 @@ not know models, batches or losses.
 """
 
 import hashlib
+import re
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,14 +28,18 @@ from transformers import PreTrainedTokenizerBase
 
 from draftkit.artifacts import read_json, remove, write_json
 from draftkit.config import DataConfig
+from draftkit.data.bad_rows import BadRow, BadRows, reason_of
 from draftkit.data.chats import ChatFormat, TemplateRefusal, chat_format, text_ids
-from draftkit.data.corpora import SPLITS, Document, name_of, setting, split_documents
-from draftkit.data.history import answers
-from draftkit.data.lengths import UNCUT, WHOLE, Lengths, Room, lengths_within
+from draftkit.data.corpora import SPLITS, Document, setting, split_documents
+from draftkit.data.history import answers, is_weightless
+from draftkit.data.lengths import COUNTS, UNCUT, WHOLE, Lengths, Room, lengths_within
+from draftkit.data.rows import name_of
 from draftkit.data.store import Lazy, hash_order, rank_in_group, read_rows, write_rows
 
 SHORT_WINDOW = 8  # tokens after the prompt below which the rest of a text is not worth a row
 TOGETHER = 256  # documents whose texts are tokenised at once
+EMPTY = re.compile(r"\s*<([\w:]*think[\w:]*)>\s*</\1>")  # reasoning, in the first ...
+EMPTY_TOKENS = 32  # ... tokens of an answer
 ABOUT = "splits.json"  # beside their files: what is known of them
 UNSORTED = "unsorted.arrow"
 SCHEMA = pa.schema(
@@ -45,22 +50,6 @@ SCHEMA = pa.schema(
         ("domain", pa.string()),
     ]
 )
-COUNTS = (
-    "documents",
-    "documents_dropped",  # no prompt, nothing after it, or all their rows are dropped
-    "windows",  # of plain text
-    "rows",  # all others: a prompt, with its answer where it has one
-    "rows_dropped",  # of them: chats whose last turn is too long
-    "prompts_cut",  # to data.max_prompt_tokens: chats lose their oldest turns, others their left
-    "completions",  # rows with an answer
-    "completions_cut",  # on the right, to data.max_completion_tokens
-    "prompts_templated",  # strings that became a user turn
-    "rows_naming_special",  # of chats and prompts: a special token's name, which is text there
-    "answers_unused",  # of chats, where the template does not write them after their prompt
-    "prompts_shared",  # examples left out, as another split has held out their prompt
-    "test_prompts_repeated",  # those that an earlier test example has as well
-)
-
 Chat = list[dict[str, Any]]
 Piece = tuple[list[int], list[int], bool]  # prompt, answer, whether the prompt lacks turns
 
@@ -100,6 +89,7 @@ class Splits:
     sha256: str  # of token ids and masks, in order
     counts: dict[str, int]  # examples by split, and COUNTS
     room: Room  # of sampled answers to their prompts
+    left_out: Sequence[str] = ()  # the first bad row of each kind, with its place and reason
 
 
 def begun(ids: Sequence[int], start: int | None) -> list[int]:
@@ -124,8 +114,8 @@ def make_splits(
     of a longer one) it is held out: no training or validation example has a prompt of test.
 
     start: as for `RowReader`. Documents are read once; of each, and of each example, some hashes
-    are in memory. Raises ValueError, one line, for rows that cannot be used, and for a split
-    without a usable row.
+    are in memory. Raises ValueError, one line, for too many rows that cannot be used, and for a
+    split without a usable row.
     """
     lengths = lengths_within(context, data)
     reader, unsorted = RowReader(tokenizer, data, lengths, start=start), folder / UNSORTED
@@ -148,7 +138,9 @@ def make_splits(
         splits, documents_of = np.repeat(split_of, sizes), np.repeat(of_document, sizes)
         chosen = _in_turn(splits, documents_of, np.asarray(contents), np.asarray(prompts))
         if empty := [split for split in SPLITS if not len(chosen[split])]:
-            raise _unusable(empty[0], data, lengths, too_long=reader.counts["rows_dropped"] > 0)
+            equal = bool((splits == SPLITS.index(empty[0])).any())
+            too_long = reader.counts["rows_dropped"] > 0
+            raise _unusable(empty[0], data, lengths, equal=equal, too_long=too_long)
         sha256 = _write_splits(read_rows(unsorted, Example), chosen, folder)
     finally:
         remove(unsorted)
@@ -158,16 +150,17 @@ def make_splits(
     counts["test_prompts_repeated"] = len(tested) - len(np.unique(tested))
     numbers = {name: counts[name] for name in (*SPLITS, *COUNTS)}
     room = lengths.room(data, texts=counts["windows"] > 0, chats=counts["rows"] > 0)
-    write_json(folder / ABOUT, {"sha256": sha256, "counts": numbers, "room": vars(room)})
+    about = {"sha256": sha256, "counts": numbers, "room": vars(room), "left_out": reader.bad.lines}
+    write_json(folder / ABOUT, about)
     return read_splits(folder)
 
 
 def read_splits(folder: Path) -> Splits:
     """What `make_splits` left in `folder`, mapped into memory."""
-    parts = {split: read_rows(folder / f"{split}.arrow", Example) for split in SPLITS}
     about: dict[str, Any] = read_json(folder / ABOUT)
-    room = Room(**about["room"])
-    return Splits(**parts, sha256=about["sha256"], counts=about["counts"], room=room)
+    about |= {split: read_rows(folder / f"{split}.arrow", Example) for split in SPLITS}
+    about["room"] = Room(**about["room"])
+    return Splits(**about)
 
 
 def _in_turn(
@@ -206,10 +199,17 @@ def _write_splits(examples: Sequence[Example], chosen: dict[str, np.ndarray], fo
     return digest.hexdigest()
 
 
-def _unusable(split: str, data: DataConfig, lengths: Lengths, *, too_long: bool) -> ValueError:
+def _unusable(
+    split: str, data: DataConfig, lengths: Lengths, *, equal: bool, too_long: bool
+) -> ValueError:
     """The refusal of a split without a usable row."""
     reason = "too short; lower data.prompt_tokens or give more text"
-    if too_long:
+    if equal:
+        reason = (
+            "equal in their prompts to held-out ones: give other text, or raise "
+            "data.max_prompt_tokens or data.prompt_tokens, to which prompts are cut"
+        )
+    elif too_long:
         reason = (
             f"longer than {lengths.prompt} tokens of prompt: raise data.max_prompt_tokens, use "
             "shorter rows, or models of a longer context"
@@ -222,7 +222,7 @@ class RowReader:
 
     lengths: what rows are cut to. start: of an encoder-decoder target the id that begins a
     decoder's text; it ends every prompt, which the encoder reads. counts: by the names of COUNTS.
-    Raises ValueError for settings that do not fit the tokenizer.
+    bad: the rows that cannot be used. Raises ValueError for settings that do not fit the tokenizer.
     """
 
     def __init__(
@@ -234,6 +234,7 @@ class RowReader:
         start: int | None = None,
     ) -> None:
         self.counts: Counter[str] = Counter()
+        self.bad = BadRows(data.max_bad_rows)
         self._tokenizer, self._data, self._lengths = tokenizer, data, lengths
         self._start = start
         # Source code names special tokens; in the package's texts these are words, not control.
@@ -243,34 +244,46 @@ class RowReader:
         self._begin = begins if begins == [tokenizer.bos_token_id] else []
 
     def read(self, documents: Iterable[Document]) -> Iterator[tuple[Document, list[Example]]]:
-        """Each document and its examples, none where it is too short.
+        """Each document that can be used and its examples, none where it is too short.
 
         A text has the name of its prompt, so that those that begin alike are one document; but for
-        texts with a split of their own. Raises ValueError for a row that cannot be used.
+        texts with a split of their own. Raises ValueError at the end where more rows are bad than
+        `data.max_bad_rows` allows, and early where the first TOGETHER all are.
         """
         left = iter(documents)
         while lot := list(islice(left, TOGETHER)):
-            self._check_rows(lot)
             texts = [document.row["text"] for document in lot if "text" in document.row]
             ids = iter(text_ids(self._tokenizer, texts, literal=self._literal))
             for document in lot:
-                if "text" in document.row:
-                    document, examples = self._windows(document, next(ids))
-                    self.counts["windows"] += len(examples)
-                else:
-                    examples = [*self._answers(document)]
+                before = self.counts.copy()
+                try:
+                    read, examples = self._read(document, ids)
+                except (BadRow, RecursionError) as error:
+                    self.counts = before
+                    self.counts["rows_bad"] += 1
+                    self.bad.add(document.origin, reason_of(error))
+                    continue
                 self.counts["documents"] += 1
                 self.counts["documents_dropped"] += not examples
-                yield document, examples
+                yield read, examples
+            if not self.counts["documents"]:
+                break
+        self.bad.check(self.counts["documents"] + self.counts["rows_bad"])
 
-    def _check_rows(self, documents: Iterable[Document]) -> None:
-        """Raise ValueError for rows that an encoder-decoder target cannot read."""
-        strange = {"text", "messages"} if self._start is not None else set[str]()
-        for name in sorted(key for document in documents for key in strange & document.row.keys()):
-            raise ValueError(
-                f"{setting(self._data)} holds `{name}`, and the target is an encoder-decoder: "
+    def _read(self, document: Document, ids: Iterator[list[int]]) -> tuple[Document, list[Example]]:
+        """The examples of a document; `ids` has those of its text. BadRow if it cannot be used."""
+        if document.fault:
+            raise BadRow(document.fault)
+        if self._start is not None and "prompt" not in document.row:
+            raise BadRow(
+                f"it holds `{next(iter(document.row))}`, and the target is an encoder-decoder: "
                 "give rows of `prompt`, which its encoder reads, and `completion`"
             )
+        if "text" not in document.row:
+            return document, [*self._answers(document)]
+        document, examples = self._windows(document, next(ids))
+        self.counts["windows"] += len(examples)
+        return document, examples
 
     def _windows(self, document: Document, ids: list[int]) -> tuple[Document, list[Example]]:
         """Cut a text's ids into windows without overlap; EOS marks its true end where it fits."""
@@ -329,9 +342,9 @@ class RowReader:
         """The conversation of a row; None for plain text."""
         if "messages" in row:
             if not self._format.has_template:
-                raise ValueError(
-                    f"{setting(self._data)} holds `messages`, but the tokenizer of target.path has "
-                    "no chat template: take an instruct model, or rows of prompt and completion"
+                raise BadRow(
+                    "it holds `messages`, but the tokenizer of target.path has no chat template: "
+                    "take an instruct model, or rows of prompt and completion"
                 )
             return row["messages"]
         prompt = row.get("prompt")  # a `text` has none
@@ -350,27 +363,29 @@ class RowReader:
             options = {**self._format.options, "tools": row["tools"]}
             return replace(self._format, options=options)
         except ValueError as error:
-            raise ValueError(
-                f"{setting(self._data)} holds `tools`, of which the chat template of target.path "
-                "does not speak: take a model that calls tools, or rows without them"
+            raise BadRow(
+                "it holds `tools`, of which the chat template of target.path does not speak: take "
+                "a model that calls tools, or rows without them"
             ) from error
 
     def _of_chat(self, messages: Chat, row: dict[str, Any]) -> Iterator[Piece]:
         """Each answer to a user with what comes before it, and a last turn that awaits one.
 
-        A template may write a turn otherwise than after its own generation prompt: then there is
-        the prompt alone. Raises ValueError for a chat that the template refuses.
+        Of an answer that the template does not write there, or whose weight is 0, there is the
+        prompt alone. BadRow for a chat that the template refuses.
         """
         template = self._format_of(row)
+        self.counts["answers_weightless"] += sum(map(is_weightless, messages))
         try:
             for prompt, answer, is_cut in answers(messages, template, self._lengths.prompt):
                 self.counts["answers_unused"] += answer is None
+                begins = str(self._tokenizer.decode((answer or [])[:EMPTY_TOKENS]))
+                self.counts["answers_empty_reasoning"] += EMPTY.match(begins) is not None
                 yield prompt, answer or [], is_cut
         except TemplateRefusal as error:
-            begins = str(messages[0].get("content"))
-            raise ValueError(
-                f"{setting(self._data)}: the chat template of target.path refuses the chat that "
-                f"begins {begins[:40]!r} ({error}): change such rows, or data.system"
+            raise BadRow(
+                f"the chat template of target.path refuses it ({error}): change such rows, or "
+                "data.system"
             ) from error
 
     def _ended(self, ids: list[int]) -> list[int]:

@@ -301,7 +301,7 @@ def completed(examples: Sequence[Example], key: str = "source") -> Sequence[Exam
     """Those that have something to learn. Raises ValueError where none has."""
     rows = [row for row, example in enumerate(examples) if example.has_completion]
     if not rows:
-        raise ValueError(f"{key}=fixed: the data hold prompts only; use target")
+        raise ValueError(f"{key}=fixed: the data hold no answer to learn; use target")
     return Lazy(examples.__getitem__, rows)
 
 

@@ -1,7 +1,7 @@
 """From rows to token ids: what is prompt, what carries loss, what is cut, counted or refused."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,11 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerFast as Fast
 
 from draftkit.config import DataConfig
-from draftkit.data.corpora import Document, read_documents
-from draftkit.data.lengths import Room
-from draftkit.data.prompts import SPLITS, Example, RowReader, Splits, make_splits
-from tests.templates import CHAT, WORDS, byte_bpe, chat, headers, thinking
+from draftkit.data.bad_rows import KINDS
+from draftkit.data.corpora import Document, document_of, read_documents
+from draftkit.data.lengths import Room, reading_notes, shares_cut
+from draftkit.data.prompts import SPLITS, TOGETHER, Example, RowReader, Splits, make_splits
+from tests.templates import CHAT, WORDS, byte_bpe, chat, chat_ml, headers, thinking
 
 
 @pytest.fixture(scope="module")
@@ -296,6 +297,53 @@ def test_an_answer_that_is_not_written_after_its_prompt_is_counted_and_stays_a_p
     assert not any(example.has_completion for example in splits.train)
 
 
+CALLED = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+PRINTED = chat_ml("{{ message.content }}{{ message.tool_calls or [] }}<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    ("template", "says", "key"),
+    [
+        (CHAT, CALLED, "answers_unused"),
+        (CHAT, CALLED | {"content": "look"}, "answers_unused"),
+        (CHAT, {"role": "assistant", "content": "4", "weight": 0}, "answers_weightless"),
+        (PRINTED, CALLED, ""),
+        (PRINTED, CALLED | {"content": "look"}, ""),
+        (CHAT, {"role": "assistant", "content": "4", "weight": 1}, ""),
+    ],
+    ids=["call", "call and text", "weight 0", "printed", "printed with text", "weight 1"],
+)
+def test_answers_without_their_calls_or_of_no_weight_are_prompts_alone_and_counted(
+    tmp_path: Path, template: str, says: dict[str, Any], key: str
+) -> None:
+    tool = {"role": "tool", "content": "4"}
+    last = {"role": "assistant", "content": "four"}
+    rows = [{"messages": [*chat(f"{n}?"), says, tool, last]} for n in range(9)]
+    tokenizer = byte_bpe(template=template)
+    splits = splits_of(tmp_path, rows, tokenizer)
+    counts = splits.counts
+    names = ("answers_unused", "answers_weightless")
+    found = {name: counts[name] for name in names if counts.get(name)}
+    assert found == ({key: 9} if key else {})
+    assert (counts["rows"], counts["completions"]) == (18, 9 if key else 18)
+    examples = [*splits.train, *splits.validation, *splits.test]
+    assert sum(example.has_completion for example in examples) == counts["completions"]
+
+
+@pytest.mark.parametrize(("options", "share"), [({}, 8), ({"enable_thinking": False}, 0)])
+def test_answers_that_begin_with_an_empty_reasoning_are_counted(
+    tmp_path: Path, options: dict[str, Any], share: int
+) -> None:
+    rows = [
+        {"messages": chat(f"{n}?", "yes" if n else "<think>\nhm\n</think>\n\nyes")}
+        for n in range(9)
+    ]
+    counts = splits_of(tmp_path, rows, thinking(), template_options=options).counts
+    assert counts.get("answers_empty_reasoning") == share
+    lines = [line for line in reading_notes(counts) if "empty reasoning" in line]
+    assert [line.split(",")[:2] for line in lines] == [["8 answers", " 89% of all"]] * bool(share)
+
+
 def test_a_chat_loses_its_oldest_turns_and_is_dropped_where_the_last_is_too_long(
     tmp_path: Path,
 ) -> None:
@@ -401,24 +449,107 @@ def test_a_prompt_that_two_splits_would_have_is_held_out(tmp_path: Path, tokeniz
     assert 0 < splits.counts["test_prompts_repeated"] < splits.counts["prompts_shared"]
 
 
+# Bad rows
+
+STRICT = byte_bpe(
+    template="{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}" + CHAT
+)
+TWICE = {"messages": [*chat("a"), *chat("b", "c")]}
+BAD = [
+    ('{"messages": [', "not valid JSON (Expecting value at column 15); each line is one object"),
+    (json.dumps(TWICE), "the chat template of target.path refuses it (roles must alternate)"),
+    (json.dumps({"messages": [], "prompt": "a"}), "messages must be a list of at least one"),
+    (json.dumps({"answer": "b"}), "nothing under messages, prompt or text; columns found: answer"),
+    ('{"prompt": ' + "[" * 9000 + "]" * 9000 + "}", "nested too deep to be read"),
+    (json.dumps({"prompt": 3}), "the prompt must be text, got int"),
+    (json.dumps({"prompt": "a", "completion": 3}), "the completion must be text, got int"),
+]
+
+
+def written(path: Path, lines: Sequence[str], **options: Any) -> Splits:
+    """The splits of a file of `lines`."""
+    path.write_text("".join(line + "\n" for line in lines))
+    data = settings(path=str(path), **options)
+    return make_splits(read_documents(data), data, STRICT, path.parent, context=4096)
+
+
+def test_bad_rows_are_left_out_counted_and_shown_where_they_stand(tmp_path: Path) -> None:
+    """What is left is read as if they had never been there."""
+    good = [json.dumps({"messages": chat(f"say {n}", f"it is {n}")}) for n in range(120)]
+    alone = written(tmp_path / "rows.jsonl", good)
+    lines = [*good, *(line for line, _ in BAD), BAD[0][0]]
+    lines[50], lines[-1] = lines[-1], lines[50]
+    splits = written(tmp_path / "rows.jsonl", lines, max_bad_rows=8 / 128)
+    assert (splits.sha256, alone.left_out) == (alone.sha256, [])
+    assert splits.counts == alone.counts | {"rows_bad": 8}
+    assert shares_cut(splits.counts)["rows_bad_share"] == 8 / 128
+    places = [51, *range(122, 126)]
+    shown = [BAD[0], *BAD[1:5]]
+    for line, place, (_, reason) in zip(splits.left_out, places, shown, strict=False):
+        assert line.startswith(f"data.path {tmp_path / 'rows.jsonl'}, line {place}: {reason}")
+        assert "\n" not in line
+    assert splits.left_out[0].endswith(" (1 more like it)")
+    assert len(splits.left_out) == KINDS + 1  # the last is for all other reasons
+    with pytest.raises(ValueError, match=r", line 51: .*; so 8 of 128 rows cannot be used, more "):
+        written(tmp_path / "rows.jsonl", lines, max_bad_rows=7 / 128)
+    few = written(tmp_path / "rows.jsonl", lines, max_rows=50)  # the bad ones come later
+    assert (few.counts["documents"], few.counts["rows_bad"]) == (50, 0)
+
+
+@pytest.mark.parametrize(
+    "row", [*BAD, (json.dumps({"messages": chat("a"), "tools": "f"}), "tools")]
+)
+def test_a_file_of_bad_rows_alone_is_refused_when_the_first_are_read(
+    row: tuple[str, str],
+) -> None:
+    data, taken = settings(max_bad_rows=0.5), []
+
+    def documents() -> Iterator[Document]:
+        while True:
+            taken.append(len(taken) + 1)
+            try:
+                content: Any = json.loads(row[0])
+            except (ValueError, RecursionError) as error:
+                content = error
+            yield document_of(content, data, f"line {taken[-1]}", "")
+
+    with pytest.raises(ValueError, match=r"^line 1: ") as caught:
+        list(RowReader(STRICT, data).read(documents()))
+    assert str(caught.value).endswith("; so none of the first 256 rows can be used")
+    assert len(taken) == TOGETHER
+
+
+def test_a_source_that_cannot_be_read_on_is_still_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.txt").write_bytes(b"fine\n\ncaf\xe9\n\n" * 90)
+    data = settings(path=str(tmp_path / "rows.txt"), max_bad_rows=1)
+    with pytest.raises(ValueError, match="not UTF-8 text"):
+        make_splits(read_documents(data), data, STRICT, tmp_path)
+
+
 # Refusals
 
 ENDLESS, TEMPLATED = endless(), byte_bpe(template=CHAT)
-STRICT = byte_bpe(template="{{ raise_exception('Roles must\nalternate') }}")
-NO_CHAT = r"refuses the chat that begins 'first\nwords' (Roles must): change"
+MUTE = byte_bpe(template="{{ raise_exception('Roles must\nalternate') }}")
+NO_CHAT = "line 1: the chat template of target.path refuses it (Roles must): change such rows"
 REFUSED: list[tuple[list[Any], Fast, str]] = [
     ([{"text": WORDS}], ENDLESS, "tokenizer has no EOS token"),
     ([{"prompt": "a", "completion": "b"}], ENDLESS, "tokenizer has no EOS token"),
     ([{"messages": chat("a", "b")}], byte_bpe(), "holds `messages`, but the tokenizer of target"),
     ([{"messages": chat("a"), "tools": [{}]}], TEMPLATED, "holds `tools`, of which the chat templ"),
-    ([{"messages": chat("first\nwords", "b")}], STRICT, NO_CHAT),
-    ([{"prompt": "first\nwords"}], STRICT, NO_CHAT),
+    ([{"messages": chat("first\nwords", "b")}], MUTE, NO_CHAT),
+    ([{"prompt": "first\nwords"}], MUTE, NO_CHAT),
     (
         [{"text": "a" * n} for n in (1, 2, 3)],
         byte_bpe(),
         "row of the train split is usable, all ar",
     ),
     ([{"messages": chat(f"{n}" * 50)} for n in range(9)], TEMPLATED, "longer than 40 tokens of pr"),
+    (
+        [{"prompt": f"{n} {WORDS * 9}", "completion": "a"} for n in range(9)],
+        byte_bpe(),
+        "no row of the train split is usable, all are equal in their prompts to held-out ones",
+    ),
     ([{"text": f"{WORDS} {n}"} for n in range(30)], byte_bpe(), "gives 1 different documents, and"),
 ]
 

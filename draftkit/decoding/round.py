@@ -33,6 +33,8 @@ from draftkit.theory.truncation import most_likely_served
 from draftkit.theory.verification import Verification, Verifier, greedy_verification
 from draftkit.theory.warping import promote, seen_along, warp
 
+NO_TOKEN = -1  # that no candidate is
+
 
 class Bench(Protocol):
     """The part of a decoder that the units of a round need."""
@@ -159,12 +161,12 @@ def cut_round(
     *Emitted* are tokens up to the first end of text, which is kept, at least 1; *committed* as many
     of them as the length limit allows: rates count the former, answers hold the latter. `ended`:
     whether an end-of-text id was committed; `done`: whether nothing more may follow. `remaining`
-    tokens (at least 1) may still be committed; `eos_token_ids` [E] may be empty.
+    tokens (at least 1) may still be committed; `eos_token_ids` [B or 1, E] may be empty.
     """
     width = candidates.shape[1]
     index = torch.arange(width, device=candidates.device)
     # Also behind the accepted ones, unread there. (For many ids `isin` sorts, and waits for that.)
-    is_end = (candidates[..., None] == eos_token_ids).any(-1)
+    is_end = (candidates[..., None] == eos_token_ids[:, None]).any(-1)
     first_end = torch.where(is_end, index, width).amin(dim=1)
     emitted = torch.minimum(accepted, first_end) + 1
     committed = torch.minimum(emitted, remaining)
@@ -184,7 +186,7 @@ def _commit(
         candidates,
         accepted=verification.accepted,
         remaining=(state.limit[group.index] - view.length).clamp(min=1),
-        eos_token_ids=bench.eos_token_ids,
+        eos_token_ids=bench.eos_token_ids.where(~group.ignores_eos[:, None], NO_TOKEN),
     )
     was_done = state.done[group.index]
     advances = group.active & ~was_done

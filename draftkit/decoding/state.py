@@ -37,6 +37,7 @@ class Request:
     decoder's text, and what there is of that.
     `adapts` lets the decoder's gamma policy propose fewer than `gamma` tokens; the law of the
     answer stays, but the tokens that a seed gives then depend on the policy.
+    `ignores_eos` makes an end of text a token like others: only the length ends the answer.
     """
 
     prompt_ids: Sequence[int]
@@ -47,6 +48,7 @@ class Request:
     seed: int = 0
     row: int = 0
     adapts: bool = False
+    ignores_eos: bool = False
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
@@ -151,6 +153,7 @@ class Group:
     # `index`; its length where the group is the first slots in order; None where it is all of them.
     rows: Tensor | int | None
     active: Tensor  # [B] bool
+    ignores_eos: Tensor  # [B] bool
     params: SamplingParams
     gamma: int
     proposer_id: str | None
@@ -208,10 +211,11 @@ def make_group(
         [s.temperature for s in rows],
         [s.top_p for s in rows],
         [s.repetition_penalty for s in rows],
+        [slot in sampling and state.slots[slot].request.ignores_eos for slot in index],
     ]
     # In one copy. As SamplingParams.uniform: float64, so that a number is the same everywhere.
     of_rows = to_device(columns, state.tokens.device, torch.float64)
-    temperature, top_p, repetition_penalty = of_rows[3:]
+    temperature, top_p, repetition_penalty, ignores_eos = of_rows[3:]
     top_ks, largest = [s.top_k for s in rows if s.temperature > 0], None
     if min(top_ks, default=0) > 0:  # no sampled row keeps all (0)
         largest = max(LEAST_TOP_K, 1 << (max(top_ks) - 1).bit_length())
@@ -237,6 +241,7 @@ def make_group(
         gamma=gamma,
         proposer_id=proposer_id,
         most=gamma,
+        ignores_eos=ignores_eos > 0,
     )
 
 

@@ -98,7 +98,7 @@ def correct(guesser: Proposer, context: Record) -> list[int]:
     length = torch.arange(len(context.prompt_ids), len(text))
     nothing, params = torch.zeros_like(length), SamplingParams.uniform(len(length))
     view = RoundView(
-        group=Group({}, length, None, length >= 0, params, MOST_GAMMA, None),
+        group=Group({}, length, None, length >= 0, length < 0, params, MOST_GAMMA, None),
         **text_of(text.expand(len(length), -1), length, None),
         visible=len(text),
         seed=nothing,

@@ -6,7 +6,7 @@ Knows no decoder and no threads; a round's numbers come in, pieces go out.
 from collections.abc import Sequence
 
 from draftkit.decoding.generation import Completion
-from draftkit.decoding.streaming import Decode, TextStream
+from draftkit.decoding.streaming import Decode, TextStream, final_text
 from draftkit.online.buffer import Served
 from draftkit.serving.jobs import DrafterKey, Job, Listener, Piece, TokenScore
 
@@ -25,6 +25,7 @@ class Answer:
         self.is_cancelled = False  # it ends at the next round
         self.completion = Completion(list(job.prompt_ids))
         self.version = ""  # of the drafter that proposed last
+        self._decode = decode
         self._stream = TextStream(decode, job.stops, job.prompt_ids if job.continues else ())
         self._held: list[TokenScore] = []
         self._sent = 0  # scores
@@ -32,6 +33,11 @@ class Answer:
     @property
     def drafter(self) -> DrafterKey:
         return self.job.route, self.version
+
+    def echo(self, scores: Sequence[TokenScore]) -> Piece:
+        """The prompt, said before the answer."""
+        text = self.job.echo or final_text(list(self.job.prompt_ids), self._decode)
+        return Piece(text, (), prompt=tuple(scores))
 
     def take(self, log_probs: Sequence[float], *, version: str, done: bool) -> Piece | None:
         """Take in a round that `completion` has already; return what may be told now, if anything.
@@ -41,7 +47,9 @@ class Answer:
         self.version = version
         output, top = self.completion.output_ids, self.job.top_logprobs
         first = len(output) - len(log_probs)
-        text = self._stream.push(output[first:])
+        stops = (at for at in range(first, len(output)) if output[at] in self.job.stop_token_ids)
+        stop_at = next(stops, None)
+        text = self._stream.push(output[first:stop_at])
         for at, log_prob in enumerate(log_probs, first):
             likeliest: Sequence[tuple[int, float]] = ()
             if top > 0:
@@ -49,8 +57,10 @@ class Answer:
                 values = self.completion.topk_log_probs[at][:top]
                 likeliest = list(zip(ids, values, strict=True))
             self._held.append(TokenScore(output[at], log_prob, tuple(likeliest)))
+        keep = None if stop_at is None else stop_at + 1
         if (stop := self._stream.stop) is not None:
             keep = max(stop.tokens, self._sent)
+        if keep is not None:
             del output[keep:]
             del self._held[keep - self._sent :]
             self.completion.ended = False

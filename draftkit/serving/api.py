@@ -66,7 +66,7 @@ def _add_generation(app: FastAPI, engine: Engine, intake: Intake, metrics: Metri
 
 def _add_information(app: FastAPI, engine: Engine, model_name: str, metrics: Metrics) -> None:
     model = {"id": model_name, "object": "model", "created": int(time.time())}
-    model |= {"owned_by": "draftkit", "max_model_len": engine.max_length}
+    model |= {"owned_by": "draftkit", "max_model_len": engine.max_length, "root": model_name}
 
     @app.get("/v1/models")
     async def models() -> Response:

@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -46,23 +47,30 @@ class Intake:
             "sampling": body.sampling(self.sampling),
             "seed": body.seed,
             "stops": body.stops,
+            "stop_token_ids": frozenset(body.stop_token_ids or ()),
+            "ignores_eos": bool(body.ignore_eos),
             "top_logprobs": body.alternatives or 0,
             "route": self._route(headers),
-            "records": _records(headers),
+            # What follows an end of text is nothing that a drafter should learn.
+            "records": _records(headers) and not body.ignore_eos,
             "deadline": time.monotonic() + self.settings.request_seconds,
         }
         if isinstance(body, ChatRequest):
+            echoes: list[str] = []
             kind, messages = ChatReply, await asyncio.to_thread(_messages_of, body)
             prompts = [await self._chat_ids(body, messages)]
             most = body.most_tokens or self.max_length - len(prompts[0])
             shared |= {"continues": False, "conversation": conversation_of(messages)}
         else:
             kind, most = CompletionReply, body.most_tokens
+            if body.echo and self.texts.start is not None:
+                raise ApiError("echo: an encoder reads this model's prompts", param="echo")
             prompts = [await self._ids(prompt, most) for prompt in body.prompts]
+            echoes = [text if isinstance(text, str) else "" for text in body.prompts if body.echo]
         # The same prompt and seed give the same answers, whatever else the request asks.
         jobs = [
-            Job(prompt_ids=prompt, row=row, max_new_tokens=most, **shared)
-            for prompt in prompts
+            Job(prompt_ids=prompt, echo=echo, row=row, max_new_tokens=most, **shared)
+            for prompt, echo in zip_longest(prompts, echoes)
             for row in range(body.choices)
         ]
         return kind(
@@ -72,7 +80,7 @@ class Intake:
             prompt_tokens=sum(map(len, prompts)),
             has_logprobs=body.alternatives is not None,
             streams=bool(body.stream),
-            includes_usage=body.includes_usage,
+            tells_usage=body.tells_usage,
         )
 
     async def _ids(self, prompt: str | list[int], most: int) -> list[int]:

@@ -4,7 +4,7 @@ Plain values without models, files or HTTP: the engine makes them on its thread,
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from draftkit.config import DEFAULT_ROUTE, SamplingConfig
@@ -32,6 +32,11 @@ class Job:
     continues: bool = True  # the prompt's text; a chat's answer is a text of its own
     row: int = 0  # number of the choice: with the seed, the key of the noise
     stops: tuple[str, ...] = ()
+    stop_token_ids: Collection[int] = ()  # the first of them ends the answer; its text is left out
+    ignores_eos: bool = False  # an end of text is a token like others
+    # Of the prompt, said before the answer with its scores; empty: the text of its ids. Not where
+    # an encoder reads it.
+    echo: str | None = None
     top_logprobs: int = 0  # alternatives wanted for each token
     route: str = DEFAULT_ROUTE
     conversation: str = ""  # of which it is a turn; empty: the prompt stands for itself
@@ -41,10 +46,10 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class TokenScore:
-    """One output token under the target at temperature 1, without penalties or cuts."""
+    """One token under the target at temperature 1, without penalties or cuts."""
 
     token_id: int
-    log_prob: float
+    log_prob: float | None  # None: of a prompt's first token, which nothing predicts
     top: tuple[tuple[int, float], ...] = ()  # the likeliest ids, descending, `top_logprobs` of them
 
 
@@ -60,6 +65,7 @@ class Piece:
     scores: tuple[TokenScore, ...]
     finish_reason: str | None = None
     speculation: Served | None = None  # of the whole answer, under its last drafter
+    prompt: tuple[TokenScore, ...] = ()  # what is echoed, before all `scores`
 
 
 Listener = Callable[[Piece], None]  # called on the engine's thread, must not block or raise

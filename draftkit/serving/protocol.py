@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -82,13 +82,20 @@ def _well_formed(text: str) -> str:
 
 Text = Annotated[str, AfterValidator(_well_formed)]
 Temperature = Annotated[float, Field(ge=0, le=10), AfterValidator(_known_temperature)]
-TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True, min_length=1)]
+AnyIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
+TokenIds = Annotated[AnyIds, Field(min_length=1)]
 StopString = Annotated[Text, Field(min_length=1, max_length=256)]
-# What OpenAI defines and this server does not do: only the neutral value, or what has no effect.
-Zero = Annotated[float, Field(ge=0, le=0)]
-Empty = Annotated[list[Any] | dict[str, Any] | str, Field(max_length=0)]
+# What OpenAI or vLLM define and this server does not do: only the neutral value, or what has no
+# effect. Another such parameter is a row of one of these types.
+UNDONE = "or absent: this server does not do it"
+Zero = Annotated[Annotated[float, Field(ge=0, le=0)] | None, Field(description=f"0 {UNDONE}")]
+Off = Annotated[Literal[False] | None, Field(description=f"false {UNDONE}")]
+On = Annotated[Literal[True] | None, Field(description=f"true {UNDONE}")]
+Empty = Annotated[
+    Annotated[list[Any] | dict[str, Any] | str, Field(max_length=0)] | None,
+    Field(description=f"empty {UNDONE}"),
+]
 Ignored = Any
-UNSUPPORTED = "absent: this server does not do it"
 
 
 class PlainText(BaseModel):
@@ -103,6 +110,7 @@ class StreamOptions(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: Ignored = None
 
 
@@ -122,13 +130,36 @@ class GenerationRequest(BaseModel):
         None, description=f"a string or a list of at most {MOST_STOPS}, each of 1 to 256 characters"
     )
     max_tokens: int | None = Field(None, ge=1)
+    stop_token_ids: AnyIds | None = None
+    ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    frequency_penalty: Zero | None = Field(None, description="0: only repetition_penalty is known")
-    presence_penalty: Zero | None = Field(None, description="0: only repetition_penalty is known")
-    logit_bias: Empty | None = Field(None, description=UNSUPPORTED)
+    response_format: PlainText | None = None
+    frequency_penalty: Zero = None
+    presence_penalty: Zero = None
+    min_p: Zero = None
+    min_tokens: Zero = None
+    priority: Zero = None
+    logit_bias: Empty = None
+    bad_words: Empty = None
+    use_beam_search: Off = None
+    length_penalty: Ignored = None  # of beams
+    include_stop_str_in_output: Off = None
+    return_token_ids: Off = None
+    return_tokens_as_token_ids: Off = None
+    skip_special_tokens: On = None
+    spaces_between_special_tokens: Ignored = None
     user: Ignored = None
     metadata: Ignored = None
+    request_id: Ignored = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_unknown_nulls(cls, body: Any) -> Any:
+        """Clients send null for what their user has left out, whatever its name."""
+        if not isinstance(body, dict):
+            return body
+        return {k: v for k, v in body.items() if v is not None or k in cls.model_fields}
 
     @property
     def choices(self) -> int:
@@ -140,9 +171,11 @@ class GenerationRequest(BaseModel):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
-    def includes_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+    def tells_usage(self) -> tuple[bool, bool]:
+        """Whether a stream ends with the usage, and whether each chunk has what it is by then."""
+        options = self.stream_options or StreamOptions()
+        at_end = bool(options.include_usage)
+        return at_end, at_end and bool(options.continuous_usage_stats)
 
     def check(self) -> None:
         """Raise ApiError for parameters that contradict each other."""
@@ -165,10 +198,12 @@ class CompletionRequest(GenerationRequest):
         | Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
         | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
     ) = Field(description=f"a string, token ids, or a list of 1 to {MOST_PROMPTS} of either")
-    echo: Literal[False] | None = Field(None, description=UNSUPPORTED)
+    max_tokens: int | None = Field(None, ge=0)  # 0: the prompt alone, echoed
+    echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=TOP_LOGPROBS)
     best_of: int | None = None  # equal to n: nothing is ranked
-    suffix: Empty | None = Field(None, description=UNSUPPORTED)
+    suffix: Empty = None
+    add_special_tokens: On = None
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -179,7 +214,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def most_tokens(self) -> int:
-        return self.max_tokens or COMPLETION_TOKENS
+        return COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
     def alternatives(self) -> int | None:
@@ -190,6 +225,9 @@ class CompletionRequest(GenerationRequest):
         super().check()
         if self.best_of not in (None, self.choices):
             raise ApiError(f"best_of must equal n, got {self.best_of}", param="best_of")
+        if self.max_tokens == 0 and not self.echo:
+            reason = "max_tokens 0 asks for nothing: give it at least 1, or set echo to true"
+            raise ApiError(reason, param="max_tokens")
 
 
 class ChatRequest(GenerationRequest):
@@ -199,11 +237,14 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=TOP_LOGPROBS)
-    response_format: PlainText | None = None
-    tools: Empty | None = Field(None, description=UNSUPPORTED)
+    tools: Empty = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: Ignored = None
     modalities: list[Literal["text"]] | None = None
+    echo: Off = None
+    add_generation_prompt: On = None
+    continue_final_message: Off = None
+    add_special_tokens: Off = None
     store: Ignored = None
     service_tier: Ignored = None
     safety_identifier: Ignored = None

@@ -16,6 +16,11 @@ from draftkit.serving.texts import Texts
 LEAST_LOG_PROB = -9999.0  # JSON knows no infinity; OpenAI's word for it
 
 
+def bounded(log_prob: float | None) -> float | None:
+    """A log-probability as JSON knows it; None for a prompt's first token, which has none."""
+    return None if log_prob is None else max(LEAST_LOG_PROB, log_prob)
+
+
 def speculative(speculations: Sequence[Served]) -> Json:
     """What speculation did for a response: the sum over its choices.
 
@@ -48,7 +53,7 @@ class CompletionReply:
     prompt_tokens: int
     has_logprobs: bool
     streams: bool
-    includes_usage: bool
+    tells_usage: tuple[bool, bool]  # at the end of a stream, and in each of its chunks
     name: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -67,7 +72,7 @@ class CompletionReply:
         parts, speculations = [], []
         for index, pieces in enumerate(self.pieces):
             text = self.message("".join(piece.text for piece in pieces))
-            scores = [score for piece in pieces for score in piece.scores]
+            scores = [score for piece in pieces for score in (*piece.prompt, *piece.scores)]
             parts.append(self._part(index, text, scores, pieces[-1].finish_reason))
             speculations += [piece.speculation for piece in pieces if piece.speculation]
         head = self._head(self.whole, parts)
@@ -79,15 +84,18 @@ class CompletionReply:
 
     def piece(self, index: int, piece: Piece) -> Json:
         """A chunk of a stream; the last one of a choice tells of its speculation."""
-        part = self._part(index, self.delta(piece.text), piece.scores, piece.finish_reason)
+        scores = (*piece.prompt, *piece.scores)
+        part = self._part(index, self.delta(piece.text), scores, piece.finish_reason)
         chunk = self._head(self.chunk, [part])
+        if self.tells_usage[1]:
+            chunk["usage"] = self._usage()  # of all choices so far
         if piece.speculation is not None:
             chunk["speculative"] = speculative([piece.speculation])
         return chunk
 
     def closing(self) -> list[Json]:
         """The chunk that tells the usage, where it is wanted."""
-        return [self._head(self.chunk, []) | {"usage": self._usage()}] * self.includes_usage
+        return [self._head(self.chunk, []) | {"usage": self._usage()}] * self.tells_usage[0]
 
     def _head(self, kind: str, parts: list[Json]) -> Json:
         name = f"{self.prefix}-{self.name}"
@@ -121,15 +129,17 @@ class CompletionReply:
         shown = self.texts.shown
         return {
             "tokens": [shown(score.token_id).readable for score in scores],
-            "token_logprobs": [max(LEAST_LOG_PROB, score.log_prob) for score in scores],
+            "token_logprobs": [bounded(score.log_prob) for score in scores],
             "top_logprobs": [self._alternatives(score) for score in scores],
         }
 
-    def _alternatives(self, score: TokenScore) -> dict[str, float]:
+    def _alternatives(self, score: TokenScore) -> Json | None:
+        if score.log_prob is None:
+            return None
         pairs = [*score.top, (score.token_id, score.log_prob)] if score.top else []
-        by_text: dict[str, float] = {}
+        by_text: Json = {}
         for token_id, log_prob in pairs:
-            by_text.setdefault(self.texts.shown(token_id).readable, max(LEAST_LOG_PROB, log_prob))
+            by_text.setdefault(self.texts.shown(token_id).readable, bounded(log_prob))
         return by_text
 
 
@@ -161,7 +171,6 @@ class ChatReply(CompletionReply):
         ]
         return {"content": content, "refusal": None}
 
-    def _entry(self, token_id: int, log_prob: float) -> Json:
+    def _entry(self, token_id: int, log_prob: float | None) -> Json:
         shown = self.texts.shown(token_id)
-        log_prob = max(LEAST_LOG_PROB, log_prob)
-        return {"token": shown.text, "logprob": log_prob, "bytes": shown.values}
+        return {"token": shown.text, "logprob": bounded(log_prob), "bytes": shown.values}

@@ -8,16 +8,21 @@ import copy
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import torch
 
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.generation import record
 from draftkit.decoding.results import RoundResult
 from draftkit.decoding.state import Request
+from draftkit.models.adapter import Adapter
 from draftkit.serving.answers import Answer
-from draftkit.serving.jobs import Counters, Piece
+from draftkit.serving.jobs import Counters, Piece, TokenScore
 from draftkit.serving.recorder import Recorder
+from draftkit.theory.warping import promote
 
+SCORED = 256  # tokens of a prompt whose logits are there at once
 log = logging.getLogger(__name__)
 
 
@@ -46,9 +51,18 @@ class Rows:
             return copy.deepcopy(self._counters)
 
     def join(self, answer: Answer) -> None:
-        """Give `answer` a slot, of which one must be free; it ends as "error" if that fails."""
+        """Give `answer` a slot, of which one must be free; it ends as "error" if that fails.
+
+        What is echoed is told before, by a pass of its own.
+        """
         job = answer.job
+        self._counters.prompt_tokens += len(job.prompt_ids)
         try:
+            if job.echo is not None:
+                scores = prompt_scores(self.decoder.target, job.prompt_ids, job.top_logprobs)
+                answer.listener(answer.echo(scores))
+            if job.max_new_tokens == 0:
+                return self.finish(answer, answer.end("length"))
             request = Request(
                 prompt_ids=job.prompt_ids,
                 max_new_tokens=job.max_new_tokens,
@@ -57,6 +71,7 @@ class Rows:
                 proposer_id=job.route,
                 seed=answer.seed,
                 row=job.row,
+                ignores_eos=job.ignores_eos,
                 adapts=job.seed is None,
             )
             (slot,) = self.decoder.join([request])
@@ -66,7 +81,6 @@ class Rows:
             self.finish(answer, answer.end("error"))
             return
         self._running[slot] = answer
-        self._counters.prompt_tokens += len(job.prompt_ids)
 
     def end(self, reason_of: Callable[[Answer], str | None]) -> None:
         """End the answers that have a reason, before their time."""
@@ -137,3 +151,21 @@ class Rows:
         with self._counting:
             self._counters.of(answer.drafter).tokens += len(piece.scores)
         answer.listener(piece)
+
+
+@torch.inference_mode()
+def prompt_scores(target: Adapter, prompt: Sequence[int], top: int) -> list[TokenScore]:
+    """Each token of a text under `target`, after those before it, with the `top` likeliest."""
+    tokens = torch.tensor([prompt], device=target.device)
+    following = tokens[0, 1:, None]
+    keep = torch.arange(len(prompt), device=target.device)[None] < len(following)
+    head, scores = target.head, [TokenScore(prompt[0], None)]
+    states = target.states(tokens, keep).split(SCORED)
+    for part, token in zip(states, following.split(SCORED), strict=True):
+        logits = promote(part if head is None else head(part))
+        log_probs = logits - logits.logsumexp(-1, keepdim=True)
+        likeliest = log_probs.topk(top)
+        columns = (token[:, 0], log_probs.gather(-1, token)[:, 0], likeliest.indices, likeliest[0])
+        for one, own, ids, values in zip(*(part.tolist() for part in columns), strict=True):
+            scores.append(TokenScore(one, own, tuple(zip(ids, values, strict=True))))
+    return scores

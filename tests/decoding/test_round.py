@@ -1,6 +1,7 @@
 """What a round keeps, compiled rounds of every proposer, and rounds without the draft."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -37,9 +38,28 @@ def test_an_end_of_text_beyond_the_length_limit_is_emitted_but_ends_nothing() ->
         torch.tensor([[5, 6, 9]]),
         accepted=torch.tensor([2]),
         remaining=torch.tensor([2]),
-        eos_token_ids=torch.tensor([9]),
+        eos_token_ids=torch.tensor([[9]]),
     )
     assert [part.tolist() for part in cut] == [[3], [2], [False], [True]]
+
+
+def test_rows_that_ignore_ends_of_text_share_rounds_with_rows_that_do_not() -> None:
+    """The former say what a decoder without ends of text says, the latter the beginning of it."""
+    key: dict[str, Any] = {"new": 14, "gamma": 3, "sampling": SAMPLINGS[1]}
+    pairs = [(row, ignores) for row in range(4) for ignores in (True, False)]
+    requests = [request([1, 2, row], row=row, ignores_eos=i, **key) for row, i in pairs]
+    made = []
+    for ends, asked in (([7, 3], requests), ([], requests[::2])):
+        decoder = Decoder(TARGET, slots=8, capacity=64, eos_token_ids=ends)
+        decoder.attach(DRAFT, ALL_PROPOSERS["sampled"](relative(TARGET, 2)))
+        made.append(drive(decoder, asked))
+    assert_same(made[0][::2], made[1], atol=EXACT)
+    texts = [answer.text for answer in made[1]]
+    firsts = [next((i for i, one in enumerate(text) if one in (7, 3)), 99) for text in texts]
+    assert [answer.text for answer in made[0][1::2]] == [
+        text[: first + 1] for text, first in zip(texts, firsts, strict=True)
+    ]
+    assert min(firsts) < 13
 
 
 # Compiled rounds of every proposer
@@ -59,7 +79,14 @@ IN_SHORT = ("ngram", "hybrid", "parallel, of a table")
 )
 def test_compiled_rounds_of_every_proposer_are_its_own(make: Made) -> None:
     requests = [
-        request([1, 2, 3, 1, 2, 3, row % 7], new=14, gamma=3, row=row, sampling=SAMPLINGS[1])
+        request(
+            [1, 2, 3, 1, 2, 3, row % 7],
+            new=14,
+            gamma=3,
+            row=row,
+            sampling=SAMPLINGS[1],
+            ignores_eos=row % 3 == 0,
+        )
         for row in range(7)
     ]
     found = []

@@ -11,8 +11,9 @@ def pairs(ids: list[int]) -> str:
     return "".join(f"{token:02d}" for token in ids)
 
 
-def answer(*stops: str) -> Answer:
-    return Answer(job([1], stops=stops), lambda _: None, decode=pairs, seed=0)
+def answer(*stops: str, ids: tuple[int, ...] = ()) -> Answer:
+    request = job([1], stops=stops, stop_token_ids=ids)
+    return Answer(request, lambda _: None, decode=pairs, seed=0)
 
 
 def take(made: Answer, ids: list[int], *, done: bool = False) -> Piece | None:
@@ -45,6 +46,27 @@ def test_a_stop_string_takes_back_what_was_held() -> None:
     assert piece is not None
     assert (piece.text, ids(piece), piece.finish_reason) == ("", [34], "stop")
     assert made.completion.output_ids == [12, 34]
+
+
+@pytest.mark.parametrize(
+    ("stops", "rounds", "text", "left"),
+    [
+        ((), [[12, 34, 77, 56, 77]], "1234", [12, 34, 77]),  # the first; its text is left out
+        ((), [[12], [77]], "12", [12, 77]),
+        ((), [[77]], "", [77]),
+        (("23",), [[12, 34, 77]], "1", [12]),  # a stop string was complete before
+        (("77",), [[12, 77]], "12", [12, 77]),  # and is none where the token has no text
+        (("5677",), [[12, 56], [77, 34]], "1256", [12, 56, 77]),  # what was held back is said
+    ],
+)
+def test_a_stop_token_ends_an_answer_and_its_text_is_left_out(
+    stops: tuple[str, ...], rounds: list[list[int]], text: str, left: list[int]
+) -> None:
+    made = answer(*stops, ids=(77, 78))
+    pieces = [piece for new in rounds if (piece := take(made, new)) is not None]
+    assert pieces[-1].finish_reason == "stop"
+    assert "".join(piece.text for piece in pieces) == text
+    assert [token for piece in pieces for token in ids(piece)] == made.completion.output_ids == left
 
 
 def test_an_end_of_text_is_a_stop_and_an_early_end_tells_what_was_held() -> None:

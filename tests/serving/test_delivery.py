@@ -48,7 +48,7 @@ def submitted(engine: Handed, count: int = 1, *, streams: bool = True) -> Delive
         prompt_tokens=1,
         has_logprobs=True,
         streams=streams,
-        includes_usage=False,
+        tells_usage=(False, False),
     )
     return Delivery(engine, reply, Metrics(engine, "m"), began=0.0)
 

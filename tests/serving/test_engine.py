@@ -102,6 +102,22 @@ def test_an_end_of_text_ends_an_answer_and_counts_as_a_token() -> None:
     assert client.reason == "stop"
 
 
+def test_who_ignores_ends_of_text_gets_the_same_answer_and_what_follows() -> None:
+    """Beside one who does not, under the same seed."""
+    key: dict[str, Any] = {"seed": 3, "sampling": SamplingConfig(temperature=0.7)}
+    with serving() as endless:
+        (whole,) = answers(endless, job(PROMPTS[2], 40, **key))
+    end = whole.ids[7]
+    with serving(eos=[end]) as engine:
+        requests = [job(PROMPTS[2], 40, ignores_eos=ignores, **key) for ignores in (True, False)]
+        longer, own = answers(engine, *requests)
+    assert (own.reason, longer.reason) == ("stop", "length")
+    assert longer.ids == whole.ids
+    assert own.ids == whole.ids[: whole.ids.index(end) + 1]
+    found = (longer.speculation, whole.speculation)
+    assert len({(one.rounds, one.accepted, one.tested) for one in found}) == 1
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_stop_string_cuts_the_overrun_and_no_score_behind_it_was_sent(seed: int) -> None:
     """Two characters a token, so that stop strings begin and end inside of tokens and rounds."""

@@ -168,6 +168,23 @@ def test_routes_and_recording() -> None:
     assert (named.route, named.records) == ("code", False)
 
 
+def test_what_follows_an_end_of_text_is_not_recorded() -> None:
+    assert not complete(intake(), {"X-Draftkit-Record": "yes"}, ignore_eos=True).jobs[0].records
+    assert complete(intake(), ignore_eos=False).jobs[0].records
+    assert not converse(intake(), ignore_eos=True, max_tokens=1).jobs[0].records
+
+
+def test_each_prompt_is_echoed_by_itself() -> None:
+    said = complete(intake(), prompt=["a", "bc"], n=2, echo=True).jobs
+    assert [job.echo for job in said] == ["a", "a", "bc", "bc"]
+    assert [job.echo for job in complete(intake(), prompt=[[1], [2]], echo=True).jobs] == ["", ""]
+    assert complete(intake(), prompt="a").jobs[0].echo is None
+    assert converse(intake(), max_tokens=1).jobs[0].echo is None
+    encodes = intake(Texts(chat_tokenizer(), VOCAB_SIZE, start=5))
+    with pytest.raises(ApiError, match="echo: an encoder reads this model's prompts"):
+        complete(encodes, echo=True)
+
+
 def test_one_no_among_several_suffices() -> None:
     raw = [(b"x-draftkit-record", b"yes"), (b"x-draftkit-record", b"no")]
     body = CompletionRequest.model_validate(completion())

@@ -65,14 +65,26 @@ def test_any_other_prompt_is_refused(prompt: Any) -> None:
         *(("top_k", value) for value in (-2, 1.5, 2**40)),
         *(("repetition_penalty", value) for value in (0, -1, 1e9)),
         *(("n", value) for value in (0, -1, 17, 1.5, "2", True)),
-        *(("max_tokens", value) for value in (0, -5, 1e3, NAN)),
+        *(("max_tokens", value) for value in (-5, 1e3, NAN)),
         *(("seed", value) for value in (2**63, -(2**63) - 1, 0.5)),
         *(("stop", value) for value in ("", [""], ["a"] * 17, "a" * 257, 7, "\ud800")),
         *(("stream", value) for value in (1, "true")),
         ("stream_options", {"usage": True}),
+        *(("stop_token_ids", value) for value in (3, [-1], ["a"])),
+        ("ignore_eos", "yes"),
+        ("response_format", {"type": "json_object"}),
         *(("frequency_penalty", value) for value in (0.5, True, False, "0")),
         ("presence_penalty", 1),
+        *(("min_p", value) for value in (0.05, -1)),
+        ("min_tokens", 5),
+        ("priority", 1),
         ("logit_bias", {"5": 10}),
+        ("bad_words", ["a"]),
+        ("use_beam_search", True),
+        ("include_stop_str_in_output", True),
+        ("return_token_ids", True),
+        ("return_tokens_as_token_ids", True),
+        ("skip_special_tokens", False),
         ("model", 7),
     ],
 )
@@ -81,7 +93,7 @@ def test_a_value_that_breaks_its_rule_is_named_with_the_rule(name: str, value: A
         wrong = refusal(kind, body(**{name: value}))
         assert wrong.param == name
         assert wrong.detail.startswith(name)
-        assert re.fullmatch(r"[a-z_.]+: .+, got .+", wrong.detail)
+        assert re.fullmatch(r"[a-z_.0-9]+: .+, got .+", wrong.detail)
 
 
 @pytest.mark.parametrize(
@@ -91,11 +103,38 @@ def test_a_value_that_breaks_its_rule_is_named_with_the_rule(name: str, value: A
         {"temperature": 0.001, "max_tokens": 1, "stop": ["a", "b"], "seed": 2**63 - 1},
         {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "user": "u"},
         {"stream": True, "stream_options": {"include_usage": True}, "metadata": {"a": "b"}},
+        {"ignore_eos": True, "min_tokens": 0, "min_p": 0.0, "stop_token_ids": [], "stop": []},
+        {"priority": 0, "bad_words": [], "response_format": {"type": "text"}, "request_id": "a"},
+        {"use_beam_search": False, "length_penalty": 1.0, "include_stop_str_in_output": False},
+        {"skip_special_tokens": True, "spaces_between_special_tokens": True},
+        {"return_token_ids": False, "return_tokens_as_token_ids": False},
+        {"prompt_logprobs": None, "allowed_token_ids": None, "truncate_prompt_tokens": None},
     ],
 )
 def test_bounds_and_neutral_values_are_taken(body: dict[str, Any]) -> None:
     CompletionRequest.model_validate(completion(**body))
     ChatRequest.model_validate(chat(**body))
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "name", "neutral", "other"),
+    [
+        (CompletionRequest, completion(), "suffix", "", "b"),
+        (CompletionRequest, completion(), "add_special_tokens", True, False),
+        (ChatRequest, chat(), "add_special_tokens", False, True),
+        (ChatRequest, chat(), "add_generation_prompt", True, False),
+        (ChatRequest, chat(), "continue_final_message", False, True),
+        (ChatRequest, chat(), "echo", False, True),
+        (ChatRequest, chat(), "tools", [], [{"type": "function"}]),
+        (ChatRequest, chat(), "prompt_logprobs", None, 1),
+        (ChatRequest, chat(), "max_tokens", None, 0),
+    ],
+)
+def test_what_one_of_both_knows_is_taken_where_it_is_neutral(
+    kind: type[GenerationRequest], body: Any, name: str, neutral: Any, other: Any
+) -> None:
+    kind.model_validate(body | {name: neutral}).check()
+    assert refusal(kind, body | {name: other}).param == name
 
 
 @pytest.mark.parametrize(
@@ -145,6 +184,8 @@ def test_what_a_request_names_replaces_the_served_sampling() -> None:
     [
         (CompletionRequest, completion(best_of=2), "best_of"),
         (CompletionRequest, completion(best_of=0), "best_of"),
+        (CompletionRequest, completion(max_tokens=0), "max_tokens"),
+        (CompletionRequest, completion(max_tokens=0, echo=False), "max_tokens"),
         (ChatRequest, chat(top_logprobs=2), "top_logprobs"),
         (ChatRequest, chat(max_tokens=3, max_completion_tokens=4), "max_tokens"),
         (CompletionRequest, completion(stream_options={"include_usage": True}), "stream_options"),
@@ -158,6 +199,7 @@ def test_parameters_that_contradict_each_other(kind: Any, body: Any, param: str)
 
 def test_parameters_that_agree() -> None:
     CompletionRequest.model_validate(completion(best_of=2, n=2)).check()
+    assert CompletionRequest.model_validate(completion(max_tokens=0, echo=True)).most_tokens == 0
     both = ChatRequest.model_validate(chat(max_tokens=3, max_completion_tokens=3))
     both.check()
     assert both.most_tokens == 3

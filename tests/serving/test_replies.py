@@ -32,7 +32,7 @@ def reply(
         prompt_tokens=1,
         has_logprobs=True,
         streams=streams,
-        includes_usage=False,
+        tells_usage=(False, False),
     )
     made.push(0, Piece("ab", scores))
     return made
@@ -82,6 +82,19 @@ def test_a_token_that_is_not_among_the_likeliest_is_added() -> None:
     scores = [TokenScore(B, -3.0, ((A, -0.1),)), TokenScore(B, -2.0)]
     found = received(reply().scored(scores))
     assert found["top_logprobs"] == [{"a": -0.1, "b": -3.0}, {}]
+
+
+def test_a_prompt_comes_before_its_answer_and_is_no_answer() -> None:
+    """Nothing predicts its first token; what is said of it is null."""
+    made = reply(CompletionReply, TokenScore(B, -2.0, ((A, -0.1),)))
+    echoed = Piece("a", (), prompt=(TokenScore(A, None),))
+    made.pieces[0].insert(0, echoed)
+    found = received(made.response())
+    choice = found["choices"][0]
+    assert choice["text"] == "aab"
+    assert choice["logprobs"]["token_logprobs"] == [None, -2.0]
+    assert choice["logprobs"]["top_logprobs"] == [None, {"a": -0.1, "b": -2.0}]
+    assert found["usage"]["completion_tokens"] == 1
 
 
 def test_a_stream_keeps_nothing_that_it_has_sent() -> None:

@@ -6,9 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from draftkit.online.registry import Registry
+from draftkit.serving import rows
 from draftkit.serving.drafters import START
+from draftkit.serving.rows import prompt_scores
 from tests import tiny
 from tests.serving.running import (
     GREEDY,
@@ -98,3 +101,23 @@ def test_an_answer_that_cannot_join_ends_alone(caplog: pytest.LogCaptureFixture)
         good, bad = ask(engine, job(PROMPT, 5), job(PROMPT, 500))
         stepped(engine)
         assert (good.reason, bad.reason) == ("length", "error")
+
+
+@pytest.mark.parametrize("size", [1, 2, 7])
+def test_a_prompt_is_scored_whatever_part_of_it_is_scored_at_once(
+    monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr(rows, "SCORED", size)
+    with torch.no_grad():
+        own = TARGET.model(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
+    first, *others = prompt_scores(TARGET, PROMPT, 3)
+    assert (first.token_id, first.log_prob, first.top) == (PROMPT[0], None, ())
+    assert [score.token_id for score in others] == PROMPT[1:]
+    best = own[:-1].topk(3)
+    for at, score in enumerate(others):
+        assert score.log_prob == pytest.approx(own[at, PROMPT[at + 1]].item(), abs=1e-5)
+        ids, values = zip(*score.top, strict=True)
+        assert ids == tuple(best.indices[at].tolist())
+        assert values == pytest.approx(best.values[at].tolist(), abs=1e-5)
+    (only,) = prompt_scores(TARGET, PROMPT[:1], 3)
+    assert only == first

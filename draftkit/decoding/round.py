@@ -33,8 +33,6 @@ from draftkit.theory.truncation import most_likely_served
 from draftkit.theory.verification import Verification, Verifier, greedy_verification
 from draftkit.theory.warping import promote, seen_along, warp
 
-NO_TOKEN = -1  # that no candidate is
-
 
 class Bench(Protocol):
     """The part of a decoder that the units of a round need."""
@@ -186,7 +184,7 @@ def _commit(
         candidates,
         accepted=verification.accepted,
         remaining=(state.limit[group.index] - view.length).clamp(min=1),
-        eos_token_ids=bench.eos_token_ids.where(~group.ignores_eos[:, None], NO_TOKEN),
+        eos_token_ids=bench.eos_token_ids.where(~group.ignores_eos[:, None], -1),  # no token
     )
     was_done = state.done[group.index]
     advances = group.active & ~was_done

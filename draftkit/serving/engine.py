@@ -237,8 +237,12 @@ class Engine:
         self._rows.end(reason_of)
 
     def _admit(self) -> None:
-        """Let waiting jobs join, the longest waiting first."""
+        """Let waiting jobs join, the longest waiting first; one to be echoed is the last of them.
+
+        To score its prompt takes a pass, for which all rows wait.
+        """
         while self.decoder.free_slots and self._waiting:
             self._rows.join(self._waiting[0])
             with self._changed:  # only now, so that it is nowhere lost to view
-                self._waiting.popleft()
+                if self._waiting.popleft().job.echo is not None:
+                    return

@@ -34,8 +34,7 @@ class Job:
     stops: tuple[str, ...] = ()
     stop_token_ids: Collection[int] = ()  # the first of them ends the answer; its text is left out
     ignores_eos: bool = False  # an end of text is a token like others
-    # Of the prompt, said before the answer with its scores; empty: the text of its ids. Not where
-    # an encoder reads it.
+    # The prompt, told before the answer; empty: as the text of its ids. Not where an encoder reads.
     echo: str | None = None
     top_logprobs: int = 0  # alternatives wanted for each token
     route: str = DEFAULT_ROUTE

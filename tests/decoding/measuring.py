@@ -102,8 +102,8 @@ class Rows:
         taken.decoder = decoder
         taken.proposer = self.proposer and _with_caches(self.proposer, at)
         every, active = torch.arange(len(at)), torch.ones(len(at), dtype=torch.bool)
-        group = replace(group, members={}, index=every, rows=every, active=active)
-        group = replace(group, params=select(group.params, index))
+        of_rows = {"params": select(group.params, index), "ignores_eos": group.ignores_eos[index]}
+        group = replace(group, members={}, index=every, rows=every, active=active, **of_rows)
         taken.inputs = self.inputs._replace(group=group)
         return taken
 

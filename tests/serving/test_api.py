@@ -164,6 +164,7 @@ def test_log_probs_of_a_chat(client: OpenAI) -> None:
 def test_models(client: OpenAI, address: str) -> None:
     assert [model.id for model in client.models.list()] == [NAME]
     assert client.models.retrieve(NAME).id == NAME
+    assert ask(address, "/v1/models").json["data"][0]["root"] == NAME  # vLLM's clients read it
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
     with pytest.raises(openai.NotFoundError, match="there is no model 'other'"):

@@ -118,6 +118,18 @@ def test_who_ignores_ends_of_text_gets_the_same_answer_and_what_follows() -> Non
     assert len({(one.rounds, one.accepted, one.tested) for one in found}) == 1
 
 
+def test_one_prompt_is_scored_between_two_rounds() -> None:
+    """Rows wait for its pass, and should not for those of all that came together."""
+    scored = [job(prompt, 0, echo="") for prompt in PROMPTS[1:4]]
+    with serving(started=False) as engine:
+        row, *others = ask(engine, job(PROMPTS[0], 20), *scored)
+        found = []
+        for _ in range(3):
+            engine._step()
+            found.append((len(row.pieces), sum(other.ended.is_set() for other in others)))
+    assert found == [(1, 1), (2, 2), (3, 3)]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_stop_string_cuts_the_overrun_and_no_score_behind_it_was_sent(seed: int) -> None:
     """Two characters a token, so that stop strings begin and end inside of tokens and rounds."""

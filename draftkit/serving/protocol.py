@@ -1,8 +1,8 @@
 """What a client may ask, in OpenAI's words: the request bodies and how a wrong one is answered.
 
-What OpenAI defines and this server does not do is accepted at its neutral value only; an unknown
-parameter is refused, since a misspelt one would be ignored in silence. Errors have OpenAI's form
-with one line of reason. This module knows no engine, no tokenizer and no routes.
+What OpenAI or vLLM define and this server does not do is accepted at its neutral value only; an
+unknown parameter is refused unless it is null: a misspelt one would be ignored in silence. Errors
+have OpenAI's form with one line of reason. This module knows no engine, no tokenizer and no routes.
 """
 
 import difflib

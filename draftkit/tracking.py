@@ -73,12 +73,14 @@ def _start_wandb(
                 "tracker=online needs a Weights & Biases key: run `wandb login`, set"
                 " WANDB_API_KEY, or use tracker=offline"
             )
-        # A relaunch goes on with the same online run; offline runs cannot be resumed.
+        labels |= {"resume": "allow"}
+    if mode != "disabled":
+        # A relaunch is the same run. Offline it writes a second folder of the same id.
         stored = folder / "wandb" / "run-id"
         if not stored.is_file():
             stored.parent.mkdir(parents=True, exist_ok=True)
             stored.write_text(secrets.token_hex(4))
-        labels |= {"id": stored.read_text().strip(), "resume": "allow"}
+        labels |= {"id": stored.read_text().strip()}
     try:
         return wandb.init(
             dir=str(folder),

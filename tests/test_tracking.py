@@ -257,6 +257,23 @@ def test_an_offline_run_writes_its_file_and_contacts_nobody(tmp_path: Path) -> N
     assert [line["section"] for line in read_metrics(tmp_path / FILE_NAME)] == ["train", "eval"]
 
 
+@pytest.mark.parametrize(("mode", "resume"), [("offline", None), ("online", "allow")])
+def test_a_relaunch_goes_on_with_the_run_of_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, resume: str | None
+) -> None:
+    """So that one training is one run, whatever was killed, and two trainings are two."""
+    import wandb
+
+    begun: list[dict[str, Any]] = []
+    monkeypatch.setattr(wandb, "init", lambda **labels: begun.append(labels))
+    monkeypatch.setattr(type(wandb.api), "api_key", "key")
+    for folder in ("one", "one", "two"):
+        Tracker(tmp_path / folder, mode=mode)
+    first, again, other = (labels["id"] for labels in begun)
+    assert first == again != other
+    assert {labels.get("resume") for labels in begun} == {resume}
+
+
 def test_disabled_keeps_the_file_and_nothing_of_wandb(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,7 @@ holds is compared with its checksums whenever weights are read.
 import contextlib
 import fcntl
 import hashlib
+import json
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -126,11 +127,22 @@ class Registry:
                 raise ValueError(f"{file} of {version.name} cannot be read ({error})") from error
         return tensors
 
-    def _pointer(self) -> dict[str, Any]:
-        """What the pointer says: a version's name, its ancestors, the last number in use."""
-        with contextlib.suppress(FileNotFoundError):
-            return read_json(self.path / CURRENT)
-        return {"name": None, "ancestors": [], "last": 0}
+    def _pointer(self, *, lenient: bool = False) -> dict[str, Any]:
+        """What the pointer says: a version's name, its ancestors, the last number in use.
+
+        Raises ValueError, unless `lenient`, for one that is damaged where versions are there.
+        """
+        path, names = self.path / CURRENT, self.names()
+        with contextlib.suppress(FileNotFoundError, ValueError, TypeError, KeyError):
+            pointer = json.loads(path.read_text(encoding="utf-8"))
+            if all(map(NAME.fullmatch, [pointer["name"], *pointer["ancestors"]])):
+                return pointer | {"last": int(pointer["last"])}
+        if names and path.exists() and not lenient:
+            raise ValueError(
+                f"{path} is damaged, so that nothing says which of {names[0]} to {names[-1]} is in "
+                "force: `rollback` makes the newest whole one current"
+            )
+        return {"name": None, "ancestors": [], "last": max([0, *map(_number, names)])}
 
     def current(self) -> Version | None:
         """What is to be served; null before `seed`. Raises ValueError if it is not there."""
@@ -150,7 +162,7 @@ class Registry:
             yield
 
     def _point(self, version: Version, reason: str) -> None:
-        last = max(_number(version.name), self._pointer()["last"])
+        last = max(_number(version.name), self._pointer(lenient=True)["last"])
         pointer = {"name": version.name, "ancestors": list(version.ancestors)}
         write_json(self.path / CURRENT, pointer | {"last": last, "reason": reason})
 
@@ -177,14 +189,17 @@ class Registry:
     def seed(self, write: Callable[[Path], None]) -> Version:
         """The current version; where there is none, what `write` puts into a folder becomes it.
 
-        Raises ValueError, one line, for a version that was made with something else, or is gone.
+        Where the pointer alone is gone, the newest whole version is current again. Raises
+        ValueError, one line, for a version that was made with something else, or is gone.
         """
         with self._changing():
-            version = self.current()
+            version, reason = self.current(), "the pointer was gone"
             if version is None:
-                version = self._write(write, None, {})
-                self._point(version, "the starting drafter")
-            elif self._fingerprints:
+                version = next(self._whole(self.names()[::-1]), None)
+                if version is None:
+                    version, reason = self._write(write, None, {}), "the starting drafter"
+                self._point(version, reason)
+            if self._fingerprints:
                 stored, wanted = version.fingerprints, self._fingerprints
                 require_same(version.path, stored=stored, wanted=wanted)
             return version
@@ -216,18 +231,21 @@ class Registry:
     ) -> Version:
         """Make another version current: `to`, or the nearest whole ancestor of the current one.
 
-        Raises ValueError if there is no such whole version; NotInForce if `current` is given, and
-        another version is in force.
+        Where nothing says which one is current, the newest whole one. Raises ValueError if there is
+        no such whole version; NotInForce if `current` is given, and another version is in force.
         """
-        if self._pointer()["name"] is None:  # of what is refused nothing is made
+        if (
+            not self.names() and self._pointer()["name"] is None
+        ):  # of what is refused nothing is made
             raise ValueError(f"{self.path} has no version yet: start the server first")
         with self._changing():
-            pointer = self._pointer()
+            pointer = self._pointer(lenient=True)
             if current is not None:
                 _require(pointer["name"], current, f"{current} is not taken back:")
-            if to == pointer["name"]:
+            if to and to == pointer["name"]:
                 raise ValueError(f"{to} is the current version already")
-            wanted = pointer["ancestors"] if to is None else [to]
+            before = pointer["ancestors"] if pointer["name"] else self.names()[::-1]
+            wanted = before if to is None else [to]
             version = next(self._whole(wanted), None)
             if version is None:
                 whole = ", ".join(version.name for version in self._whole(self.names()))

@@ -82,11 +82,52 @@ def test_a_start_does_not_begin_anew_for_a_read_error(
     assert registry.seed(weights(7)) == versions[1]
 
 
-def test_a_lost_pointer_begins_again_under_a_new_name(registry: Registry) -> None:
-    chain(registry, 3)
+def test_a_lost_pointer_is_the_newest_whole_version_again(registry: Registry) -> None:
+    versions = chain(registry, 3)
     (registry.path / "current").unlink()
     assert registry.current() is None
-    assert registry.seed(weights(1)).name == "v000004"
+    damage(versions[2].path / "model-1.safetensors", "cut")
+    assert registry.seed(weights(7)) == versions[1] == registry.current()
+    assert publish(registry, 5).name == "v000004"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{garbage",
+        b"\xff\xfe",
+        b"null",
+        b"[]",
+        b"{}",
+        b'{"name": 3, "ancestors": [], "last": 3}',
+        b'{"name": "v000003", "ancestors": null, "last": 3}',
+        b'{"name": "v000003", "ancestors": "v000002", "last": 3}',
+        b'{"name": "v000003", "ancestors": [], "last": "x"}',
+        b'{"name": "../../../outside", "ancestors": ["/etc"], "last": 3}',
+    ],
+)
+def test_a_damaged_pointer_is_refused_until_a_rollback_to_the_newest_whole_version(
+    registry: Registry, content: bytes
+) -> None:
+    versions = chain(registry, 3)
+    damage(versions[2].path / "model-1.safetensors", "flip")
+    (registry.path / "current").write_bytes(content)
+    way_out = "current is damaged, .* v000001 to v000003 .*: `rollback` makes the newest whole one"
+    for call in (registry.current, lambda: registry.seed(weights(7))):
+        with pytest.raises(ValueError, match=way_out) as caught:
+            call()
+        assert "\n" not in str(caught.value)
+    assert registry.names() == ["v000001", "v000002", "v000003"]
+    assert registry.rollback(reason="") == versions[1] == registry.seed(weights(7))
+    assert registry.rollback(reason="") == versions[0]  # as ever
+    assert publish(registry, 5).name == "v000004"
+
+
+def test_a_named_version_is_reached_from_a_damaged_pointer(registry: Registry) -> None:
+    versions = chain(registry, 3)
+    (registry.path / "current").write_bytes(b"")
+    assert registry.rollback("v000001", reason="") == versions[0] == registry.current()
 
 
 def test_a_pointer_leads_nowhere_but_to_versions(registry: Registry, tmp_path: Path) -> None:
@@ -95,7 +136,6 @@ def test_a_pointer_leads_nowhere_but_to_versions(registry: Registry, tmp_path: P
     first.path.rename(outside)
     told = {"name": "../../../outside", "ancestors": ["/etc", "v000001/../../x"], "last": 1}
     (registry.path / "current").write_text(json.dumps(told))
-    with pytest.raises(ValueError, match="is no version"):
-        registry.current()
-    with pytest.raises(ValueError, match="no version before it"):
+    with pytest.raises(ValueError, match="has no version yet"):
         registry.rollback(reason="")
+    assert registry.seed(weights(3)).path.parent == registry.path / "versions"  # nothing was there

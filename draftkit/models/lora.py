@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from draftkit.config.text import LoraConfig
@@ -58,12 +58,36 @@ def linear_layers(model: PreTrainedModel) -> list[str]:
 
 
 def save_plain(model: PreTrainedModel, folder: Path) -> None:
-    """Write the plain model that `model` with its updates is equal to, by `save_pretrained`."""
-    model.save_pretrained(folder, state_dict=merged_weights(model))
+    """Write the plain model that `model` with its updates is equal to, by `save_pretrained`.
+
+    Its generation_config.json is one that every release of transformers writes.
+    """
+    given = model.generation_config
+    model.generation_config = valid_generation(given)
+    try:
+        model.save_pretrained(folder, state_dict=merged_weights(model))
+    finally:
+        model.generation_config = given
     # safetensors lets nobody else read weights, whatever the umask: an engine of another user must.
     rights = (folder / "config.json").stat().st_mode
     for weights in folder.glob("*.safetensors"):
         weights.chmod(rights)
+
+
+def valid_generation(given: GenerationConfig) -> GenerationConfig:
+    """`given` without the keys that contradict others of it, as a temperature without sampling.
+
+    Transformers loads such a configuration, and some releases refuse to save it.
+    """
+    valid = GenerationConfig()
+    for name in sorted(vars(given), key=lambda name: name not in ("do_sample", "num_beams")):
+        before = getattr(valid, name, None)
+        setattr(valid, name, getattr(given, name))
+        try:
+            valid.validate(strict=True)
+        except (ValueError, TypeError):
+            setattr(valid, name, before)
+    return valid
 
 
 def merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from draftkit.config.text import LoraConfig
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.loading import save_model
 from draftkit.models.lora import linear_layers, merged_weights, with_lora
+from draftkit.models.shrink import shrink
 from tests import tiny
 
 LORA = LoraConfig(rank=4)
@@ -89,6 +90,34 @@ def test_a_saved_draft_is_a_plain_folder(architecture: str, tied: bool, tmp_path
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     torch.testing.assert_close(logits(loaded.eval()), logits(model), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("given", "stored"),
+    [
+        ({"temperature": 0.9, "top_p": 0.6, "top_k": 7, "min_p": 0.1}, {}),
+        ({"temperature": 0.9, "do_sample": False}, {"do_sample": False}),
+        ({"temperature": 0.9, "do_sample": True}, {"temperature": 0.9, "do_sample": True}),
+        ({"length_penalty": 2.0, "early_stopping": True}, {}),
+        ({"num_beams": 2, "length_penalty": 2.0}, {"num_beams": 2, "length_penalty": 2.0}),
+        ({"pad_token_id": -1, "repetition_penalty": 1.2}, {"repetition_penalty": 1.2}),
+        ({"output_scores": True, "suppress_tokens": [3]}, {"suppress_tokens": [3]}),
+        ({"use_cache": False, "cache_implementation": "static"}, {"use_cache": False}),
+    ],
+)
+def test_what_a_drafter_says_of_generating_contradicts_itself_nowhere(
+    tmp_path: Path, given: dict[str, Any], stored: dict[str, Any]
+) -> None:
+    target = tiny.model(num_hidden_layers=2)
+    target.generation_config = GenerationConfig(eos_token_id=256, **given)
+    draft = shrink(target, 1)
+    save_model(draft, tiny.byte_tokenizer(), tmp_path / "draft")
+    saved = GenerationConfig.from_pretrained(tmp_path / "draft")
+    saved.validate(strict=True)
+    names = {"eos_token_id", *given}
+    kept = {name: value for name in names if (value := getattr(saved, name)) is not None}
+    assert kept == {"eos_token_id": 256, **stored}
+    assert all(getattr(draft.generation_config, name) == value for name, value in given.items())
 
 
 def test_updates_repeat_for_a_seed_and_leave_the_random_state_alone() -> None:

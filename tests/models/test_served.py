@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import GenerationConfig
 
 from draftkit.config import SamplingConfig, TargetConfig
-from draftkit.models.served import FILE, served_sampling
+from draftkit.models.served import FILE, served_sampling, unserved
 
 QWEN = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [1, 2]}
 
@@ -75,6 +76,77 @@ def test_ids_that_nothing_cuts_are_said_where_transformers_would_cut_them(
     ):
         advise(model, content)
         assert (said in served_sampling(model, given)[1]) == expected
+
+
+# Each key alone, with a value under which `generate` gives other tokens.
+EFFECTIVE: dict[str, Any] = {
+    "suppress_tokens": [65],
+    "begin_suppress_tokens": [0],
+    "bad_words_ids": [[3]],
+    "sequence_bias": [[[3], 2.0]],
+    "no_repeat_ngram_size": 2,
+    "encoder_no_repeat_ngram_size": 2,
+    "encoder_repetition_penalty": 1.2,
+    "min_length": 5,
+    "min_new_tokens": 5,
+    "max_new_tokens": 9,
+    "max_length": 9,
+    "max_time": 1.5,
+    "stop_strings": ["a"],
+    "forced_bos_token_id": 0,
+    "forced_eos_token_id": 0,
+    "exponential_decay_length_penalty": [3, 1.1],
+    "guidance_scale": 1.5,
+    "watermarking_config": {"bias": 2.0},
+    "token_healing": True,
+    "num_beams": 2,
+    "num_return_sequences": 2,
+    "penalty_alpha": 0.6,
+    "dola_layers": "high",
+    **dict.fromkeys(("min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"), 0.3),
+}
+NEUTRAL: dict[str, Any] = GenerationConfig._get_default_generation_params() | {
+    "guidance_scale": 1.0,
+    "suppress_tokens": [],
+    "stop_strings": [],
+    "min_p": 0.0,
+    "penalty_alpha": 0.0,
+    "token_healing": False,
+    "renormalize_logits": True,
+    "num_assistant_tokens": 7,
+    "use_cache": False,
+    "output_logits": True,
+    "chat_format": "chatml",  # of others
+}
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        *(({key: value}, [key]) for key, value in EFFECTIVE.items()),
+        *(({key: value}, []) for key, value in NEUTRAL.items()),
+        (dict.fromkeys(EFFECTIVE), []),
+        ({"min_p": 0.3, "suppress_tokens": [1], "do_sample": False}, ["suppress_tokens"]),
+        ({"length_penalty": 2.0, "early_stopping": True}, []),
+        ({"length_penalty": 2.0, "num_beams": 3}, ["length_penalty", "num_beams"]),
+    ],
+)
+def test_keys_that_generate_obeys_and_nothing_serves_are_named(
+    model: TargetConfig, content: dict[str, Any], named: list[str]
+) -> None:
+    advise(model, QWEN | content)
+    line = served_sampling(model, {})[1]
+    assert unserved(content) == named
+    assert "\n" not in line
+    assert ("not served" in line) == bool(named)
+    assert line.endswith(", ".join(named))
+
+
+def test_every_key_of_transformers_is_served_or_named_but_for_how_it_computes() -> None:
+    """A key that a release adds is named until somebody says that it changes nothing."""
+    every = {name: 1.5 for name in vars(GenerationConfig()) if not name.startswith("_")}
+    assert set(EFFECTIVE) <= set(unserved(every))
+    assert unserved(GenerationConfig._get_default_generation_params()) == []
 
 
 @pytest.mark.parametrize(

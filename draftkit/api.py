@@ -23,6 +23,7 @@ from draftkit.artifacts import fingerprint, first_line, read_json, write_json
 from draftkit.config import (
     Config,
     DivergenceConfig,
+    DraftConfig,
     HardwareConfig,
     SamplingConfig,
     SourceConfig,
@@ -130,7 +131,7 @@ class Generated:
 
 def load_pair(
     target: str | Path,
-    draft: str | Path,
+    draft: str | Path | DraftConfig,
     *,
     device: str = "auto",
     dtype: str = "auto",
@@ -139,16 +140,16 @@ def load_pair(
 ) -> Pair:
     """Load two models that share a vocabulary, from `save_pretrained` folders or the hub.
 
-    dtype: `float32`, `bfloat16`, or `auto`: bfloat16 where the device computes in it. sampling:
-    `model` takes that of the target's generation_config.json. sections: others of
-    `draftkit.config.Config`, by name. Raises ValueError, one line, for models that cannot be loaded
-    or do not fit together.
+    draft: its path, or its section. dtype: `float32`, `bfloat16`, or `auto`: bfloat16 where the
+    device computes in it. sampling: `model` takes that of the target's generation_config.json.
+    sections: others of `draftkit.config.Config`, by name. Raises ValueError, one line, for models
+    that cannot be loaded or do not fit together.
     """
     config = replace(Config(hardware=HardwareConfig(device=device, dtype=dtype)), **sections)
     config = replace(
         config,
         target=replace(config.target, path=str(target)),
-        draft=replace(config.draft, path=str(draft)),
+        draft=draft if isinstance(draft, DraftConfig) else DraftConfig(path=str(draft)),
     )
     if sampling == "model":
         sampling, _ = served_sampling(config.target, {})

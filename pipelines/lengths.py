@@ -3,24 +3,25 @@
 from draftkit.config import Config
 from draftkit.config.text import CORPUS
 from draftkit.data.lengths import Lengths, lengths_within
-from draftkit.models.loading import CONTEXT, longest_text
+from draftkit.models.adapter import context_of
+from draftkit.models.loading import CONTEXT, model_config
 
 
-def context_of(config: Config) -> int:
+def shared_context(config: Config) -> int:
     """The context of the target or of the draft, whichever is smaller; nothing is loaded or made.
 
     Raises ValueError naming the model that is not there.
     """
     target, draft = config.target, config.draft
-    whole = longest_text(target)
+    whole = context_of(model_config(target))
     if draft.path is not None:
-        return min(whole, longest_text(draft))
+        return min(whole, context_of(model_config(draft)))
     return whole if draft.shrink.layers else min(whole, CONTEXT)
 
 
 def lengths_of(config: Config) -> Lengths:
     """How long rows may be, for both models."""
-    return lengths_within(context_of(config), config.data)
+    return lengths_within(shared_context(config), config.data)
 
 
 def answer_tokens(config: Config) -> int:
@@ -28,4 +29,4 @@ def answer_tokens(config: Config) -> int:
     longest = config.data.prompt_tokens
     if config.data.path != CORPUS:  # which has no chats and no prompts
         longest = max(longest, lengths_of(config).prompt)
-    return min(config.evaluate.max_new_tokens, context_of(config) - longest)
+    return min(config.evaluate.max_new_tokens, shared_context(config) - longest)

@@ -8,7 +8,7 @@ checkpoint.
 
 from typing import Any
 
-from draftkit.config import Config
+from draftkit.config import REFUSE, Config
 from draftkit.data.prompts import read_splits
 from draftkit.data.rollouts import read_parts
 from draftkit.distillation.pretrain import make_draft
@@ -61,6 +61,7 @@ def check_pair(config: Config) -> None:
         for key, value, only in (
             ("draft.kind", config.draft.kind, PLAIN),
             ("draft.shrink.vocabulary", config.draft.shrink.vocabulary, 0),
+            ("draft.extra_tokens", config.draft.extra_tokens, REFUSE),
             ("sampling.repetition_penalty", config.sampling.repetition_penalty, 1.0),
         ):
             if value != only:
@@ -73,6 +74,7 @@ def check_pair(config: Config) -> None:
         check_same_tokenizer(
             target_tokenizer=load_tokenizer(config.target),
             draft_tokenizer=load_tokenizer(config.draft),
+            extra_tokens=config.draft.extra_tokens,
         )
 
 

@@ -15,7 +15,7 @@ from draftkit.data.prompts import Splits, make_splits, read_splits
 from draftkit.models.loading import decoder_start, load_tokenizer
 
 from .command import main
-from .lengths import context_of, lengths_of
+from .lengths import lengths_of, shared_context
 from .plan import TEXTS
 from .stage import StageFolder
 
@@ -25,7 +25,7 @@ UNLEARNED = ("answers_unused", "answers_weightless")
 def texts(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Tokenise the text of all splits as the target reads it."""
     data, tokenizer = config.data, load_tokenizer(config.target)
-    lengths, context = lengths_of(config), context_of(config)
+    lengths, context = lengths_of(config), shared_context(config)
     start = decoder_start(config.target)
     splits = make_splits(
         read_documents(data), data, tokenizer, folder.path, context=context, start=start

@@ -65,6 +65,7 @@ WRONG: dict[str, list[Any]] = {
     "target.path": [None],
     "draft.pretrain.hidden_size": [130],
     "draft.pretrain.max_steps": [0],
+    "draft.extra_tokens": ["always"],
     "draft.lora.rank": [-1],
     "draft.shrink.layers": [[1, 0], [0, 0], [-1, 0], -1, "4", [0, True]],
     "draft.shrink.vocabulary": [8],

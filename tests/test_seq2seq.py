@@ -207,6 +207,10 @@ def test_the_library_takes_it(root: Path, drafter: Path) -> None:
             ("draft.path={causal}",),
             r"draft\.path: llama is a decoder-only one, and the target \(t5",
         ),
+        (
+            ("draft.extra_tokens=never",),
+            r"draft\.extra_tokens=never: the target is an encoder-deco",
+        ),
         (("draft.kind=pard",), r"draft\.kind=pard: the target is an encoder-decoder model \(t5\)"),
         (
             ("draft.shrink.layers=1", "draft.shrink.vocabulary=9"),

@@ -18,6 +18,7 @@ PROPOSER_NAMES = (*DRAFTED_NAMES, *COUNTING_NAMES, "prompt_lookup", "none")
 DTYPE_NAMES = ("float32", "bfloat16")
 TRACKER_NAMES = ("offline", "online", "disabled", "none")
 DOMAIN_NAMES = ("python", "prose", "cpp")
+REFUSE, NEVER = "refuse", "never"  # of `draft.extra_tokens`; the default first
 SAMPLING_FROM_NAMES = ("config", "model")  # the default first
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 from draftkit.config.choices import (
     DOMAIN_NAMES,
+    NEVER,
+    REFUSE,
     Section,
     positive,
     setting,
@@ -120,6 +122,9 @@ class DraftConfig(ModelConfig, key="draft"):
 
     # plain: proposes token by token; pard: all in one pass
     kind: str = setting("plain", names=("plain", "pard"))
+    # A draft whose vocabulary differs from the target's in added tokens alone: never: it is taken,
+    # and never proposes them
+    extra_tokens: str = setting(REFUSE, names=(REFUSE, NEVER))
     pard: PardConfig = field(default_factory=PardConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     shrink: ShrinkConfig = field(default_factory=ShrinkConfig)

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
@@ -26,13 +25,12 @@ from draftkit.models.adapter import context_of
 from draftkit.models.files import TOKENIZER_FILES, VOCABULARIES
 from draftkit.models.loading import (
     declared_ends,
-    load_kept_ids,
-    load_model,
+    load_sharing,
     load_tokenizer,
     model_config,
 )
 from draftkit.models.lora import save_plain
-from draftkit.models.vocabulary import check_same_tokenizer, real_vocab_size
+from draftkit.models.vocabulary import fit_rows, real_vocab_size
 
 # Of these the frequencies of positions do not depend on `max_position_embeddings`.
 FREE_ROPE = ("default", "linear", "llama3")
@@ -55,23 +53,21 @@ def write_plain_folder(
     """
     transformers_logging.disable_progress_bar()
     shapes, tokenizer = model_config(target), load_tokenizer(target)
-    check_same_tokenizer(target_tokenizer=tokenizer, draft_tokenizer=load_tokenizer(draft))
     files = tokenizer_files(target)
     stored = "auto" if dtype is None else getattr(torch, dtype)
-    model = load_model(draft, dtype=stored, device=torch.device("cpu"))
-    before = model.config.get_text_config().vocab_size
-    real = real_vocab_size(tokenizer, model.config, "draft")
+    model, real, kept_ids = load_sharing(draft, tokenizer, dtype=stored, device=torch.device("cpu"))
+    before = model_config(draft).get_text_config().vocab_size
     rows = shapes.get_text_config().vocab_size
     real_vocab_size(tokenizer, shapes, "target")  # which refuses a target with too few rows
-    kept_ids = load_kept_ids(draft, real)
     fit_rows(model, rows=rows, real=real, kept_ids=kept_ids)
     notes = [f"embeddings and head: {before:,} rows became the target's {rows:,}"]
     notes = [] if before == rows else notes
     notes += raise_context(model.config, context_of(shapes))
     if kept_ids is not None:
         notes.append(
-            f"the drafter proposes {len(kept_ids):,} ids (draft.shrink.vocabulary); engines know "
-            "no such list: in a head of its own the rows of all other ids are the mean of these"
+            f"the drafter proposes {len(kept_ids):,} ids (draft.shrink.vocabulary, "
+            "draft.extra_tokens); engines know no such list: in a head of its own the rows of all "
+            "other ids are the mean of these"
         )
     model.generation_config = generation_config(target, tokenizer, gamma)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -101,36 +97,6 @@ def tokenizer_files(target: TargetConfig) -> dict[str, Path]:
             "save the tokenizer into the folder with save_pretrained"
         )
     return held
-
-
-@torch.no_grad()
-def fit_rows(
-    model: PreTrainedModel, *, rows: int, real: int, kept_ids: Tensor | None = None
-) -> None:
-    """Give `model` so many `rows` of embeddings and head, in place; tied ones stay tied.
-
-    Every row beyond the `real` vocabulary, new or old, becomes the mean of the real rows. So its
-    logit is the mean of the real logits: never above the largest one, so it is nobody's argmax, and
-    by Jensen's inequality at most 1 / `real` of the probability that the real ids have together.
-    Rows of zeros promise neither: their logit is 0, which wins where all others are negative.
-    With `kept_ids` [K] the head gets weights of its own, with the mean of their rows at all others.
-    """
-    assert rows >= real
-    model.resize_token_embeddings(rows, mean_resizing=False)
-    embeddings: Any = model.get_input_embeddings()
-    head: Any = model.get_output_embeddings()
-    tables = [embeddings.weight, head.weight, getattr(head, "bias", None)]
-    for table in tables:
-        if table is not None:
-            table[real:] = table[:real].double().mean(0).to(table.dtype)
-    if kept_ids is not None:
-        model.config.get_text_config().tie_word_embeddings = False
-        model.config.tie_word_embeddings = False
-        head.weight = torch.nn.Parameter(head.weight.clone())
-        others = torch.ones(rows, dtype=torch.bool).index_fill(0, kept_ids.cpu(), False)
-        for table in (head.weight, getattr(head, "bias", None)):
-            if table is not None:
-                table[others] = table[kept_ids].double().mean(0).to(table.dtype)
 
 
 def raise_context(config: PreTrainedConfig, context: int) -> list[str]:

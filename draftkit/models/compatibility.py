@@ -14,9 +14,11 @@ from draftkit.models.adapter import UNBOUNDED, context_of
 from draftkit.models.loading import (
     check_same_shape,
     declared_ends,
+    declared_generation,
     load_tokenizer,
     model_config,
 )
+from draftkit.models.served import FILE, unserved
 from draftkit.models.vocabulary import check_same_tokenizer, real_vocab_size
 
 Shapes = Mapping[str, PreTrainedConfig]  # by section: `target`, and `draft` where one is given
@@ -50,20 +52,28 @@ def findings(config: Config) -> Iterator[Finding]:
         check_same_shape(shapes["target"], shapes.get("draft", shapes["target"]))
     except ValueError as error:
         yield Finding(WRONG, "kind", str(error))
-    yield from _vocabulary(shapes, tokenizers)
+    yield from _vocabulary(shapes, tokenizers, config.draft.extra_tokens)
     yield from _special_tokens(config, tokenizers)
     yield _template(config, tokenizers)
     yield _context(shapes)
+    if names := unserved(vars(declared_generation(config.target))):
+        text = f"{FILE} has {', '.join(names)}, which `generate` obeys: not served"
+        yield Finding(NOTE, "sampling", text)
 
 
-def _vocabulary(shapes: Shapes, tokenizers: Tokenizers) -> Iterator[Finding]:
+def _vocabulary(shapes: Shapes, tokenizers: Tokenizers, extra_tokens: str) -> Iterator[Finding]:
     size = len(tokenizers["target"])
     if "draft" in tokenizers:
         try:
-            check_same_tokenizer(
-                target_tokenizer=tokenizers["target"], draft_tokenizer=tokenizers["draft"]
+            unshared = check_same_tokenizer(
+                target_tokenizer=tokenizers["target"],
+                draft_tokenizer=tokenizers["draft"],
+                extra_tokens=extra_tokens,
             )
-            yield Finding(GOOD, "ids", f"{size:,}, of the same strings in both")
+            text = f"{size:,}, of the same strings in both"
+            if unshared:
+                text += f", but for {len(unshared)} of added tokens, which are never proposed"
+            yield Finding(NOTE if unshared else GOOD, "ids", text)
         except ValueError as error:
             yield Finding(WRONG, "ids", str(error))
     rows = {key: shape.get_text_config().vocab_size for key, shape in shapes.items()}

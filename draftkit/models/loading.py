@@ -5,7 +5,7 @@ load whole (Hugging Face would fill missing weights with random numbers). It kno
 losses, no decoding.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +32,7 @@ from transformers.utils import logging as transformers_logging
 from draftkit.artifacts import atomic_path, first_line
 from draftkit.config import DraftConfig, HardwareConfig, ModelConfig, PretrainConfig, TargetConfig
 from draftkit.hub import hub_has
-from draftkit.models.adapter import Adapter, CausalAdapter, context_of
+from draftkit.models.adapter import Adapter, CausalAdapter
 from draftkit.models.attention import fit_to_device
 from draftkit.models.devices import resolve_device, resolve_dtype
 from draftkit.models.files import KEPT_IDS
@@ -40,7 +40,7 @@ from draftkit.models.lora import save_plain
 from draftkit.models.parallel import PARD, parallel_of
 from draftkit.models.seq2seq import Seq2SeqAdapter, start_token
 from draftkit.models.shrink import read_kept_ids, write_kept_ids
-from draftkit.models.vocabulary import check_same_tokenizer, real_vocab_size
+from draftkit.models.vocabulary import check_same_tokenizer, count_ids, fit_rows, real_vocab_size
 
 Model = TypeVar("Model", bound=ModelConfig)
 
@@ -152,14 +152,6 @@ def model_config(model: ModelConfig) -> PreTrainedConfig:
     check_folder(model)
     with _refusing(model):
         return AutoConfig.from_pretrained(model.location, **_source(model))
-
-
-def longest_text(model: ModelConfig) -> int:
-    """The context, in tokens, of a model whose weights are not loaded for it.
-
-    Raises ValueError naming the model's key where there is no such model.
-    """
-    return context_of(model_config(model))
 
 
 def check_folder(model: ModelConfig) -> None:
@@ -310,14 +302,31 @@ def load_draft(model: DraftConfig, target: Outline, *, dtype: torch.dtype | None
     One with a list of kept ids in its folder proposes no others. Raises ValueError for a draft
     that cannot be loaded or does not share the vocabulary.
     """
-    tokenizer = load_tokenizer(model)
-    check_same_tokenizer(target_tokenizer=target.tokenizer, draft_tokenizer=tokenizer)
-    loaded = load_model(model, dtype=dtype or target.dtype, device=target.device)
+    dtype, device = dtype or target.dtype, target.device
+    loaded, size, kept_ids = load_sharing(model, target.tokenizer, dtype=dtype, device=device)
     if isinstance(target, Target):
         check_same_shape(target.adapter.model.config, loaded.config)
-    size = real_vocab_size(target.tokenizer, loaded.config, "draft")
     check_kind(model, loaded.config)
-    return adapter_of(loaded, vocab_size=size, kept_ids=load_kept_ids(model, size))
+    return adapter_of(loaded, vocab_size=size, kept_ids=kept_ids)
+
+
+def load_sharing(
+    model: DraftConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    dtype: torch.dtype | Literal["auto"],
+    device: torch.device,
+) -> tuple[PreTrainedModel, int, Tensor | None]:
+    """A draft with a row for each of the V ids of `tokenizer`; V; its `load_kept_ids`."""
+    own, size = load_tokenizer(model), count_ids(tokenizer)
+    unshared = check_same_tokenizer(
+        target_tokenizer=tokenizer, draft_tokenizer=own, extra_tokens=model.extra_tokens
+    )
+    loaded = load_model(model, dtype=dtype, device=device)
+    real_vocab_size(own, loaded.config, "draft")
+    if (rows := loaded.config.get_text_config().vocab_size) < size:
+        fit_rows(loaded, rows=size, real=rows)  # texts may hold what the draft never proposes
+    return loaded, size, load_kept_ids(model, size, unshared)
 
 
 def check_same_shape(target: PreTrainedConfig, draft: PreTrainedConfig) -> None:
@@ -340,8 +349,13 @@ def check_kind(model: DraftConfig, config: PreTrainedConfig) -> None:
         )
 
 
-def load_kept_ids(model: DraftConfig, vocab_size: int) -> Tensor | None:
-    """The ids [K] that a draft's folder keeps, None for all. ValueError for a damaged list."""
+def load_kept_ids(
+    model: DraftConfig, vocab_size: int, unshared: Sequence[int] = ()
+) -> Tensor | None:
+    """The ids [K] that a draft's folder keeps, but the `unshared` ones; None for all.
+
+    Raises ValueError for a damaged list.
+    """
     with _refusing(model):
         path = cached_file(
             model.location,
@@ -349,7 +363,10 @@ def load_kept_ids(model: DraftConfig, vocab_size: int) -> Tensor | None:
             revision=model.revision,
             _raise_exceptions_for_missing_entries=False,
         )
-    return None if path is None else read_kept_ids(Path(path), vocab_size)
+    known = max([vocab_size, *(token + 1 for token in unshared)])
+    kept = torch.arange(vocab_size) if path is None else read_kept_ids(Path(path), known)
+    out = torch.isin(kept, torch.tensor(unshared, dtype=kept.dtype)) | (kept >= vocab_size)
+    return None if len(kept := kept[~out]) == vocab_size else kept
 
 
 def save_model(

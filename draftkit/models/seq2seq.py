@@ -67,8 +67,8 @@ class Seq2SeqAdapter(Adapter):
     ) -> None:
         if kept_ids is not None:
             raise ValueError(
-                "draft.shrink.vocabulary: a drafter that is an encoder-decoder model proposes all "
-                "ids: use 0"
+                "draft.shrink.vocabulary, draft.extra_tokens: a drafter that is an encoder-decoder "
+                "model proposes all ids: use 0 and refuse"
             )
         config: Any = model.config
         if config.model_type not in T5_TYPES:

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from draftkit.config import TargetConfig
+from draftkit.config import DraftConfig, TargetConfig
 from draftkit.models.loading import save_model
 from tests import tiny
 from tests.trained import train_byte_bpe
@@ -31,3 +31,7 @@ def model(architecture: str = "llama", **changes: Any) -> PreTrainedModel:
 def saved(made: PreTrainedModel, folder: Path, **options: Any) -> TargetConfig:
     save_model(made, tokenizer(), folder, **options)
     return TargetConfig(path=str(folder))
+
+
+def saved_draft(made: PreTrainedModel, folder: Path, **options: Any) -> DraftConfig:
+    return DraftConfig(path=saved(made, folder, **options).path)

@@ -16,7 +16,7 @@ from draftkit.data.rollouts import Record
 from draftkit.engines.folder import fit_rows, raise_context, write_plain_folder
 from draftkit.evaluation.alpha import score_drafts
 from draftkit.models.adapter import CausalAdapter
-from draftkit.models.loading import load_draft, load_target
+from draftkit.models.loading import load_draft, load_target, load_tokenizer
 from draftkit.models.lora import with_lora
 from draftkit.models.shrink import KEPT_IDS
 from tests.engines import making
@@ -46,7 +46,7 @@ def target(tmp_path: Path) -> TargetConfig:
 def exported(
     model: PreTrainedModel, target: TargetConfig, folder: Path, dtype: str | None = None
 ) -> tuple[Path, list[str]]:
-    draft = making.saved(model, folder / "draft")
+    draft = making.saved_draft(model, folder / "draft")
     notes = write_plain_folder(draft, target, folder / "hf", gamma=3, dtype=dtype)
     return folder / "hf", notes
 
@@ -113,6 +113,12 @@ def test_another_vocabulary_is_refused(tmp_path: Path, target: TargetConfig) -> 
     path.write_text(path.read_text().replace(END_OF_TEXT, "<|over|>"))
     with pytest.raises(ValueError, match=r"^draft\.path: target and draft have different vocab"):
         exported(making.model(), target, tmp_path)
+    draft = DraftConfig(path=str(tmp_path / "draft"), extra_tokens="never")
+    notes = write_plain_folder(draft, target, tmp_path / "hf", gamma=1)
+    assert any(f"proposes {REAL - 1} ids (" in note for note in notes)
+    renamed = load_tokenizer(target).convert_tokens_to_ids("<|over|>")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert (logits(model).argmax(-1) != renamed).all()
 
 
 def test_rotary_positions_go_on_to_the_target_s_context(
@@ -182,9 +188,9 @@ def test_ids_that_a_drafter_does_not_propose_never_win_in_an_engine(
     tmp_path: Path, target: TargetConfig, tied: bool
 ) -> None:
     model, kept = making.model(tie_word_embeddings=tied), torch.tensor([3, 8, 9, 40])
-    draft = making.saved(model, tmp_path / "draft", kept_ids=kept)
+    draft = making.saved_draft(model, tmp_path / "draft", kept_ids=kept)
     notes = write_plain_folder(draft, target, tmp_path / "hf", gamma=1)
-    assert any("proposes 4 ids (draft.shrink.vocabulary)" in note for note in notes)
+    assert any("proposes 4 ids (draft.shrink.vocabulary, " in note for note in notes)
     assert not (tmp_path / "hf" / KEPT_IDS).exists()
     before = logits(model)
     after = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "hf"))

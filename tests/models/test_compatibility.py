@@ -9,6 +9,7 @@ from draftkit.artifacts import read_json, write_json
 from draftkit.models.compatibility import GOOD, NOTE, WRONG, Finding, findings
 from pipelines.configuration import compose_config
 from tests.pairs import paths, save_pairs
+from tests.tiny import byte_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +96,28 @@ def test_special_tokens_and_templates_that_differ_are_told(pairs: Path, tmp_path
     (folder / "draft" / "chat_template.jinja").write_text("{{ messages }}")
     assert of(folder)["template"].level == GOOD
     assert of(pairs / "pair")["template"].level == NOTE  # which has none
+
+
+def test_keys_of_the_target_that_nothing_serves_are_told(pairs: Path, tmp_path: Path) -> None:
+    assert "sampling" not in of(pairs / "pair")
+    advice = {"suppress_tokens": [65], "min_new_tokens": 3, "max_time": None}
+    seen = of(copied(pairs, tmp_path, "target", "generation_config.json", **advice))
+    assert seen["sampling"].level == NOTE
+    assert "has min_new_tokens, suppress_tokens, which `generate` obeys" in seen["sampling"].text
+
+
+def test_added_tokens_that_differ_are_told_where_they_are_taken(
+    pairs: Path, tmp_path: Path
+) -> None:
+    folder = copied(pairs, tmp_path, "target", "config.json", vocab_size=300)
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(folder / "target")
+    assert of(folder)["ids"].level == WRONG
+    assert "draft.extra_tokens=never" in of(folder)["ids"].text
+    seen = of(folder, "draft.extra_tokens=never")
+    assert seen["ids"].level == NOTE
+    assert "but for 1 of added tokens, which are never proposed" in seen["ids"].text
 
 
 def test_what_is_made_here_needs_no_rules() -> None:

@@ -29,7 +29,7 @@ from draftkit.config import (
     SourceConfig,
     flatten,
 )
-from draftkit.config.choices import require
+from draftkit.config.choices import is_of, require
 from draftkit.data.lengths import Room
 from draftkit.data.prompts import Example
 from draftkit.data.rollouts import Record
@@ -85,7 +85,7 @@ class Pair:
 
     def settings(self, sections: Mapping[str, Any]) -> Config:
         """The configuration of a call with `sections` of its own; the models stay the pair's."""
-        config, mine = replace(self.config, **sections), self.config
+        config, mine = with_sections(self.config, sections), self.config
         draft = replace(config.draft, path=mine.draft.path, revision=mine.draft.revision)
         return replace(config, target=mine.target, draft=draft)
 
@@ -98,7 +98,8 @@ class Evaluation:
     fewer than 20 there is no interval.
 
     alpha: of sampled proposals, mean of sum_x min(p, q); alpha_greedy_draft: of the draft's argmax,
-    p(argmax q); alpha_exact_match: of engines that compare with a sample of the target, sum_x p q.
+    p(argmax q); alpha_exact_match: of engines that compare with a sample of the target, sum_x p q;
+    alpha_uncut_draft: of engines that draft without top-k and top-p, where the sampling has them.
     summary: where it was timed, what `evaluate` writes to its summary.json: speedup, verdict, ...
     """
 
@@ -106,6 +107,7 @@ class Evaluation:
     alpha_greedy_draft: Estimate
     alpha_exact_match: Estimate
     totals: PromptTotals = field(repr=False)
+    alpha_uncut_draft: Estimate | None = None
     summary: dict[str, Any] | None = field(default=None, repr=False)
 
     def gain(self, before: "Evaluation") -> Estimate:
@@ -129,6 +131,13 @@ class Generated:
         return 1 + self.accepted / self.rounds
 
 
+def with_sections(config: Config, sections: Mapping[str, Any]) -> Config:
+    """`config` with some of its sections. Raises ValueError for a name that is none."""
+    for name in sections:
+        require(hasattr(config, name), name, "be a section of draftkit.config.Config", "none")
+    return replace(config, **sections)
+
+
 def load_pair(
     target: str | Path,
     draft: str | Path | DraftConfig,
@@ -145,7 +154,8 @@ def load_pair(
     sections: others of `draftkit.config.Config`, by name. Raises ValueError, one line, for models
     that cannot be loaded or do not fit together.
     """
-    config = replace(Config(hardware=HardwareConfig(device=device, dtype=dtype)), **sections)
+    hardware = HardwareConfig(device=device, dtype=dtype)
+    config = with_sections(Config(hardware=hardware), sections)
     config = replace(
         config,
         target=replace(config.target, path=str(target)),
@@ -189,9 +199,10 @@ def distill(
     if source is not None:
         sections["source"] = _section(SourceConfig, source)
     config = pair.settings(sections)
+    if steps is not None:
+        config = replace(config, optim=replace(config.optim, max_steps=steps))
     config = replace(
         config,
-        optim=replace(config.optim, max_steps=steps or config.optim.max_steps),
         # The target is in memory: nothing is gained by storing its scores.
         generate=replace(config.generate, top_k=0),
     )
@@ -203,6 +214,10 @@ def distill(
         examples, held_out = held_out_of(examples, config)
     else:
         held_out = read(validation)
+        trained = {tuple(example.prompt_ids) for example in examples}
+        both = sum(tuple(example.prompt_ids) in trained for example in held_out)
+        rule = "hold prompts that are not trained on"
+        require(bool(held_out) and not both, "validation", rule, f"{both} of {len(held_out)}")
     with TemporaryDirectory() if folder is None else nullcontext(folder) as kept:
         work = Path(kept)
         if folder is not None:
@@ -349,7 +364,10 @@ def generate(
     The same seed gives the same answer; by default it is that of the configuration. Raises
     ValueError for one of more than 64 bits.
     """
-    require(-(2**63) <= (seed or 0) < 2**63, "seed", "be an integer of at most 64 bits", seed)
+    whole = is_of(seed, int | None) and -(2**63) <= (seed or 0) < 2**63
+    require(whole, "seed", "be an integer of at most 64 bits", seed)
+    whole = is_of(max_new_tokens, int) and max_new_tokens > 0
+    require(whole, "max_new_tokens", "be a positive whole number", max_new_tokens)
     config, target = pair.settings(sections), pair.target
     (*_, example) = examples_of([prompt], target, config.data, context=pair.context)
     ids = example.prompt_ids

@@ -1,7 +1,8 @@
 """Prompts as a caller of the library has them: text, chats, ids or rows of data."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Any
 
 from draftkit.config import Config, DataConfig
@@ -30,8 +31,8 @@ def examples_of(
     context: that of the models. `note` hears what was made of texts. Raises ValueError naming the
     first prompt that cannot be used.
     """
-    if isinstance(prompts, str):
-        raise ValueError("prompts must be a list of prompts, and is one text")
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts must be a list of prompts, and is one {type(prompts).__name__}")
     size, window = target.adapter.vocab_size, lengths_within(context, data).window
     data = replace(data, name="local", path="prompts", max_length=window)
     start = target.adapter.start_id
@@ -50,10 +51,7 @@ def examples_of(
             called = first.setdefault(id, name)
             made = [replace(example, document=called) for example in made]
         else:
-            given: Any = prompt
-            ids = begun(given, start)
-            if not all(isinstance(one, int) and 0 <= one < size for one in ids):
-                raise ValueError(f"{name} must be text, messages, or ids from 0 to {size - 1}")
+            ids = begun(_ids_of(prompt, size, name), start)
             called = first.setdefault(name_of(ids), name)
             made = [Example(ids, [False] * len(ids), called, "")] if ids else []
         if not made:
@@ -74,8 +72,18 @@ def row_of(prompt: Prompt) -> dict[str, Any] | None:
         return {"prompt": prompt}
     if isinstance(prompt, Mapping):
         return dict(prompt)
-    turns = [*prompt]
-    return {"messages": turns} if turns and isinstance(turns[0], Mapping) else None
+    is_chat = isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping)
+    return {"messages": [*prompt]} if is_chat else None
+
+
+def _ids_of(prompt: Any, size: int, name: str) -> list[int]:
+    """Token ids, also those of NumPy and torch. Raises ValueError for what is none below `size`."""
+    ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if isinstance(ids, Sequence) and not isinstance(ids, bytes | bytearray):
+        whole = [int(one) for one in ids if isinstance(one, Integral) and not isinstance(one, bool)]
+        if len(whole) == len(ids) and all(0 <= one < size for one in whole):
+            return whole
+    raise ValueError(f"{name} must be text, messages, or ids from 0 to {size - 1}")
 
 
 def fit_examples(

@@ -14,7 +14,7 @@ import difflib
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import field, fields, make_dataclass, replace
+from dataclasses import field, fields, is_dataclass, make_dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -92,6 +93,20 @@ def _by_device(on_gpu: Any, on_cpu: Any, *, _root_: DictConfig) -> Any:
 def known_settings() -> list[str]:
     """Every setting by its dotted key."""
     return [*flatten(Config()), f"{SAMPLING}.{FROM}"]
+
+
+@cache
+def texts() -> set[str]:
+    """The settings, by dotted keys, that are text or lists of it."""
+    sections = {one.name: one.type for one in fields(Config)}
+    texts: set[str] = set()
+    while sections:
+        key, kind = sections.popitem()
+        if is_dataclass(kind):
+            sections |= {f"{key}.{one.name}": one.type for one in fields(kind)}
+        elif kind in (str, str | None, list[str]):
+            texts.add(key)
+    return texts
 
 
 def groups() -> list[str]:
@@ -165,12 +180,47 @@ def spelled_out(words: Sequence[str]) -> list[str]:
     `draft.path` chooses `draft=local`, and no cut of an experiment: what is given is not made. A
     setting that is a mapping takes new keys, which Hydra adds or replaces with two plusses alone.
     """
+    swept = any(word in ("-m", "--multirun") for word in words)
+    words = [_as_typed(word, swept=swept) for word in words]
     words = [f"++{word}" if word.startswith(MAPPINGS) else word for word in words]
     given = any(word.startswith("draft.path=") and word != "draft.path=null" for word in words)
     chosen = any(word.startswith(("draft=", "+draft=")) for word in words)
     # In front, as options may stand behind.
     whole = ["draft=local", "draft.shrink.layers=[]", "draft.shrink.vocabulary=0"]
     return [*whole, *words] if given and not chosen else [*words]
+
+
+def _as_typed(word: str, *, swept: bool) -> str:
+    """`word` with its value in quotes where Hydra has no reading of it, or none as text.
+
+    In a list, and in what a sweep goes through, such entries get quotes of their own.
+    """
+    key, equals, value = word.partition("=")
+    setting = key.lstrip("+")
+    known = setting in known_settings() or setting.startswith(MAPPINGS)
+    text = setting in texts() or setting.startswith("certify.")
+    if not equals or not known or _is_read(word, text=text, swept=swept):
+        return word
+    listed = value.startswith("[") and value.endswith("]")
+    entries = value.strip("[]").split(",") if listed or swept else [value]
+    joined = ",".join(
+        one if _is_read(f"x={one}", text=text) else QuotedString(one, Quote.single).with_quotes()
+        for one in entries
+    )
+    return f"{key}=[{joined}]" if listed else f"{key}={joined}"
+
+
+def _is_read(word: str, *, text: bool, swept: bool = False) -> bool:
+    """Whether Hydra reads `word`, and where a setting is `text`, as text."""
+    try:
+        override = OverridesParser.create().parse_override(word)
+    except HydraException:
+        return False
+    if override.is_sweep_override() and not swept:
+        return not text
+    value = override.value()
+    values = value if isinstance(value, list) else getattr(value, "list", None) or [value]
+    return not text or not any(isinstance(one, int | float) for one in values)
 
 
 def compose_settings(overrides: Sequence[str]) -> DictConfig:

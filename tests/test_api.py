@@ -1,6 +1,7 @@
 """The front door: README's lines raise alpha, and each function does what its command does."""
 
 import gc
+import math
 import re
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -84,6 +86,50 @@ def test_the_lines_of_the_readme_raise_alpha(folder, monkeypatch, capsys):
     assert names["drafter"].outcome.best_step > 0
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"steps": 0}, r"^optim\.max_steps must be positive, got 0"),
+        ({"steps": 2.5}, r"^optim\.max_steps must be a whole number"),
+        ({"validation": []}, r"^validation must hold prompts that are not trained on"),
+        ({"validation": ["cd", "ab"]}, r"^validation must hold .* got '1 of 2'"),
+        ({"sampling": {"temperature": 0}}, r"^sampling must be a SamplingConfig"),
+        ({"nonsense": 1}, r"^nonsense must be a section"),
+    ],
+)
+def test_arguments_of_distill_that_cannot_be_used_are_named(pair, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        draftkit.distill(pair, ["ab", "ef", "gh"], **arguments)
+
+
+@pytest.mark.parametrize("wrong", [{"max_new_tokens": 2.5}, {"max_new_tokens": 0}, {"seed": "a"}])
+def test_arguments_of_generate_that_cannot_be_used_are_named(pair, wrong):
+    with pytest.raises(ValueError, match=f"^{next(iter(wrong))} must be "):
+        draftkit.generate(pair, "ab", **wrong)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingConfig(temperature=0.0, top_p=0.9),
+        SamplingConfig(top_k=20),
+        SamplingConfig(temperature=0.6, top_p=0.95, repetition_penalty=1.2),
+    ],
+)
+def test_a_pair_is_judged_under_any_sampling(pair, sampling):
+    """Where the sampling cuts there is an alpha of engines that draft without the cut."""
+    judged = draftkit.evaluate(pair, texts(4), sampling=sampling)
+    uncut = judged.alpha_uncut_draft
+    assert uncut is None if sampling.temperature == 0 else uncut.mean != judged.alpha.mean
+
+
+def test_a_drafter_of_no_numbers_is_not_judged(folder):
+    pair = load(folder)
+    next(pair.draft.parameters()).data.fill_(math.nan)
+    with pytest.raises(ValueError, match="are not finite"):
+        draftkit.evaluate(pair, ["ab"])
+
+
 def test_what_is_exported_is_there_and_nothing_else():
     assert all(getattr(draftkit, name).__module__ for name in draftkit.__all__)
     with pytest.raises(AttributeError, match="no attribute 'distil'"):
@@ -120,7 +166,15 @@ def test_prompts_may_be_text_chats_ids_or_rows(pair):
     ids = pair.target.tokenizer("ab").input_ids
     as_chat = pair.target.tokenizer("user:ab").input_ids
     row = {"prompt": "ab", "completion": "cd"}
-    for prompt, expected in (("ab", as_chat), (chat, as_chat), (ids, ids), (row, as_chat)):
+    arrays = [(kind(ids), ids) for kind in (np.array, torch.tensor, tuple)]
+    for prompt, expected in (
+        ("ab", as_chat),
+        (chat, as_chat),
+        (ids, ids),
+        (row, as_chat),
+        ([np.int64(one) for one in ids], ids),
+        *arrays,
+    ):
         answer = draftkit.generate(pair, prompt, max_new_tokens=8)
         assert answer == draftkit.generate(pair, expected, max_new_tokens=8)
     plain = DataConfig(chat_template="never")
@@ -135,7 +189,12 @@ def test_prompts_may_be_text_chats_ids_or_rows(pair):
     [
         ("one text", r"^prompts must be a list"),
         (["ab", ""], r"^prompt 1 holds no text"),
-        (["ab", [999]], r"^prompt 1 must be .* ids from 0 to 257"),
+        *(
+            (["ab", wrong], r"^prompt 1 must be .* ids from 0 to 257")
+            for wrong in ([999], None, 5, math.nan, b"ab", [True], [1.0], np.array([0.5]), {1})
+        ),
+        (None, r"^prompts must be a list"),
+        ({"prompt": "ab"}, r"^prompts must be a list"),
         (
             ["ab", [{"role": "nobody", "content": "x"}]],
             r"^prompt 1: messages\[0\] must have a role",

@@ -7,8 +7,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from draftkit import config as settings
@@ -19,6 +23,7 @@ from pipelines.configuration import (
     compose_config,
     compose_settings,
     groups,
+    spelled_out,
 )
 from pipelines.plan import CONTEXTS
 from pipelines.product import plan
@@ -79,6 +84,55 @@ def header(path: Path) -> str:
             break
         comments.append(line)
     return "\n".join(comments)
+
+
+def as_read(word: str) -> Any:
+    """The value that Hydra reads in a word of the command line."""
+    value = OverridesParser.create().parse_override(word).value()
+    return getattr(value, "text", value)
+
+
+@pytest.mark.parametrize("setting", ["data.system", "data.path", "certify.with"])
+@given(st.text("abcä'\"\\=,:;!?#$%&()[]{}~|<>@^*+-/.\n€😀 019e_", min_size=1, max_size=9))
+@hypothesis.settings(max_examples=60, deadline=None)
+def test_a_text_is_what_was_typed(setting: str, typed: str) -> None:
+    """But for what Hydra's own quotes, brackets and escapes say, and spaces around."""
+    assume(typed == typed.strip() and not typed.startswith(("'", '"', "[", "{")))
+    assume("\\" not in typed and "(" not in typed)
+    (*_, word) = spelled_out([f"{setting}={typed}"])
+    assert as_read(word) == typed
+
+
+@pytest.mark.parametrize(
+    ("word", "read"),
+    [
+        ("target.revision=12e4567", "12e4567"),
+        ("target.revision=0012", "0012"),
+        ("target.revision=true", "true"),
+        ("target.revision=null", None),
+        ("data.path=runs/epoch=3-step=20,v1/ä.jsonl", "runs/epoch=3-step=20,v1/ä.jsonl"),
+        ("data.system='as Hydra, quotes!'", "as Hydra, quotes!"),
+        ("data.path=${root}/rows.jsonl", "outputs/rows.jsonl"),
+        ("runs=[outputs/epoch=3,outputs/1e3]", ["outputs/epoch=3", "outputs/1e3"]),
+        ("optim.learning_rate=1e-3", 1e-3),
+        ("data.template_options.day=1 Jan. 2026!", "1 Jan. 2026!"),
+    ],
+)
+def test_a_value_is_read_as_its_setting_needs(word: str, read: Any) -> None:
+    assert OmegaConf.select(compose_settings([word]), word.partition("=")[0]) == read
+
+
+@pytest.mark.parametrize(
+    ("word", "jobs"),
+    [
+        ("data.path=a/epoch=3,b/ä", ["a/epoch=3", "b/ä"]),
+        ("target.revision=12e4567,abc", ["12e4567", "abc"]),
+        ("optim.max_steps=10,20", [10, 20]),
+    ],
+)
+def test_a_sweep_goes_through_values_as_typed(word: str, jobs: list[Any]) -> None:
+    (*_, swept) = spelled_out(["-m", word])
+    assert [getattr(value, "text", value) for value in as_read(swept).list] == jobs
 
 
 @pytest.mark.parametrize("path", CHOICES, ids=str)

@@ -5,7 +5,8 @@ A bound stands beside its default, as the metadata of the field.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from types import NoneType
+from typing import Any, ClassVar, get_args, get_origin
 
 DIVERGENCE_NAMES = ("forward_kl", "reverse_kl", "jsd", "tvd", "neg_log_alpha", "lk_hybrid")
 DIVERGENCE_NAMES += ("ce_argmax", "next_token")
@@ -20,6 +21,13 @@ TRACKER_NAMES = ("offline", "online", "disabled", "none")
 DOMAIN_NAMES = ("python", "prose", "cpp")
 REFUSE, NEVER = "refuse", "never"  # of `draft.extra_tokens`; the default first
 SAMPLING_FROM_NAMES = ("config", "model")  # the default first
+KINDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+}
+KINDS |= {NoneType: "null", list: "a list", dict: "a mapping"}
 
 
 def require(condition: bool, key: str, rule: str, value: object) -> None:
@@ -37,6 +45,7 @@ class Rule:
     most: float | None = None
     below: float | None = None
     names: Sequence[str] = ()
+    zero: bool = False  # 0 is allowed beside the bounds
     filled: bool = False  # a list: at least one entry
     word: str = ""  # that may stand for a number
     hint: str = ""  # behind the rule, in the message
@@ -45,7 +54,7 @@ class Rule:
         """Whether `value` lies within all bounds."""
         if self.word and isinstance(value, str):
             return value == self.word
-        return (
+        return (self.zero and value == 0) or (
             (not self.names or value in self.names)
             and (self.least is None or value >= self.least)
             and (self.above is None or value > self.above)
@@ -64,6 +73,7 @@ class Rule:
             text = f"lie in {left}, {right}"
         else:
             text = "be positive" if self.least is None else f"be at least {self.least:g}"
+        text = text.replace("be", "be 0 (greedy) or", 1) if self.zero else text
         return text + (f", or be {self.word}" if self.word else "") + self.hint
 
 
@@ -75,18 +85,46 @@ def setting(default: Any, **rule: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
+def temperature(default: Any, *, greedy: bool = True) -> Any:
+    """A field by which logits are divided, which float32 must hold; or 0 where that is greedy."""
+    return setting(default, least=1e-3, zero=greedy)
+
+
 def positive(default: Any) -> Any:
     """A field that is above 0, or null."""
     return setting(default, above=0)
+
+
+def is_of(value: Any, kind: Any) -> bool:
+    """Whether `value` is of the type of a field. A whole number is a number too, True is none."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is list:
+        return isinstance(value, list) and all(is_of(one, parts[0]) for one in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(is_of(one, parts[1]) for one in value.values())
+    if parts:  # a union
+        return any(is_of(value, one) for one in parts)
+    if kind is Any or isinstance(value, bool):
+        return kind in (Any, bool)
+    return isinstance(value, int | float if kind is float else kind)
+
+
+def kind_name(kind: Any) -> str:
+    """`a whole number or null`: what `is_of` asks for."""
+    if origin := {list, dict} & {get_origin(kind)}:
+        inner = get_args(kind)[-1]
+        return KINDS[origin.pop()] + ("" if inner is Any else f" of {KINDS[inner]}")
+    return " or ".join(map(kind_name, get_args(kind))) or KINDS.get(kind, f"a {kind.__name__}")
 
 
 def check_rules(section: Any, key: str) -> None:
     """Raise ValueError naming the first field of `section`, below `key`, that breaks its rule."""
     for one in fields(section):
         rule, value = one.metadata.get("rule"), getattr(section, one.name)
+        name = f"{key}.{one.name}" if key else one.name
+        require(is_of(value, one.type), name, f"be {kind_name(one.type)}", value)
         if rule is None or value is None:
             continue
-        name = f"{key}.{one.name}" if key else one.name
         entries = value if isinstance(value, list) else [value]
         require(bool(entries) or not rule.filled, name, "name at least one", value)
         for entry in entries:

@@ -10,6 +10,7 @@ from draftkit.config.choices import (
     Section,
     positive,
     setting,
+    temperature,
 )
 
 UNMEASURED_GAMMA = 4
@@ -65,7 +66,7 @@ class EvaluateConfig(Section, key="evaluate"):
 
     # trained: what `distill` made; given: `draft.path` itself
     draft: str = setting("trained", names=("trained", "given"))
-    temperatures: list[float] | None = setting(None, least=0)  # null: the served one
+    temperatures: list[float] | None = temperature(None)  # null: the served one
     prompts: int = positive(96)
     max_new_tokens: int = positive(256)
     batch_size: int = positive(32)

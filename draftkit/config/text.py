@@ -11,6 +11,7 @@ from draftkit.config.choices import (
     Section,
     positive,
     setting,
+    temperature,
 )
 
 EMBEDDED = "draftkit/embedded"  # a small target that comes with the package, and its folder there
@@ -199,7 +200,7 @@ class SamplingConfig(Section, key="sampling"):
     target's generation_config.json, where it has them; here they are what came out.
     """
 
-    temperature: float = setting(1.0, least=0)
+    temperature: float = temperature(1.0)
     top_k: int = setting(0, least=0, hint=" (0 keeps all)")
     top_p: float = setting(1.0, above=0, most=1)
     repetition_penalty: float = positive(1.0)

@@ -12,6 +12,7 @@ from draftkit.config.choices import (
     positive,
     require,
     setting,
+    temperature,
 )
 
 WORTH_COMPILING = 200  # steps
@@ -34,7 +35,7 @@ class DivergenceConfig(Section, key="divergence"):
         below=1,
         hint="; for the ends use divergence=forward_kl (0) or reverse_kl (1)",
     )
-    temperature: float | None = positive(None)
+    temperature: float | None = temperature(None, greedy=False)
     # Weights of a sum of divergences, as {forward_kl: 0.5, tvd: 0.5}: it is minimised then,
     # whatever the name, which becomes `mixture`.
     mixture: dict[str, float] = field(default_factory=dict)

@@ -12,6 +12,7 @@ those of the decoder, for each way in which engines verify.
 Shapes: M generated positions, V vocabulary, P prompts, T tokens of a text.
 """
 
+import math
 import operator
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -163,6 +164,9 @@ def score_drafts(
                         by_mode[mode].append(share.double().cpu())
                 for mode, columns in by_mode.items():
                     shares[name][mode].append(_side_by_side(columns, draft.parallel is not None))
+    for name, sums in totals.items():
+        if not all(map(math.isfinite, sums["alpha"])):
+            raise ValueError(f"logits of the target or of the drafter ({name}) are not finite")
     cut = torch.tensor([not {*one.output_ids[-1:]} & {*eos_token_ids} for one in contexts])
     same = {"cut": cut, "entropies": entropies, "domains": [one.domain for one in contexts]}
     return {

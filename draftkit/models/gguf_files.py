@@ -1,17 +1,18 @@
 """A `.gguf` file as a plain folder: what llama.cpp loads becomes what every stage reads.
 
 Weights come through transformers, dequantised: kept packed they could be neither trained nor
-saved. Float32 and float16 stay what they are, all else becomes bfloat16. A byte-level tokenizer is
-built from the file's own words; the rule by which it splits text before any merge stands there as
-a name alone, which no round trip can check: a name that is not in `SPLITTERS` is refused. What was
-written is read again and compared with the file.
+saved. Float32 and float16 stay what they are, all else becomes bfloat16. A tensor that no weight
+takes is refused by its name, and so is a key that is not understood (`gguf_config.py`). A
+tokenizer is built from the file's own words. The rule by which a byte-level one splits text before
+any merge stands there as a name alone, which no round trip can check: a name that is not in
+`SPLITTERS` is refused. What was written is read again and compared with the file.
 
-A file holds no sampling. Needs the `gguf` library.
+No sampling is read from a file. Needs the `gguf` library.
 """
 
 import importlib.metadata
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
@@ -22,10 +23,10 @@ import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
 from tokenizers import pre_tokenizers as steps
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -35,11 +36,12 @@ from transformers.utils import logging as transformers_logging
 from draftkit.artifacts import atomic_path, first_line
 from draftkit.config.text import GGUF, PACKAGE
 from draftkit.models.files import CARD
+from draftkit.models.gguf_config import REMEDY, ROPE_FREQS, SPECIAL, config_of
 from draftkit.models.lora import save_plain
 
-VERSION = 1  # of the folders: raise it when the same file gives another one
+VERSION = 2  # of the folders: raise it when the same file gives another one
 
-CONTROL, USER_DEFINED = 3, 4  # types of tokens that are never merged
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # types of tokens; the latter two are never merged
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -67,14 +69,20 @@ SPLITTERS = {  # by llama.cpp's names
     "llama-v3": LLAMA,
     "smaug-bpe": Splitter((LLAMA_3, BYTES)),
 }
-SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+SENTENCEPIECE = {  # what its files mean where they do not say
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2,
+    "tokenizer.ggml.unknown_token_id": 0,
+    "tokenizer.ggml.add_bos_token": True,
+    "tokenizer.ggml.add_space_prefix": True,
+}
+SPACE = "▁"  # of sentencepiece
 TRIED = (
     "def f(x):\n\treturn x ** 2  # isn't it 1234.5?\n\n\n",
     "Über 3 Äpfel, 東京, Привет, नमस्ते 🙂  and   spaces 007",
 )
 DTYPES = {"F32": torch.float32, "F16": torch.float16}
 UNREADABLE = (OSError, ValueError, KeyError, IndexError, RuntimeError, NotImplementedError)
-REMEDY = "give the model's own folder, as save_pretrained writes it, or its name on the hub"
 
 
 def file_named(path: str, key: str) -> Path:
@@ -112,7 +120,7 @@ def convert(file: Path, folder: Path, key: str) -> str:
     """
     where = f"{key}.path {file}"
     try:
-        from gguf import GGUFReader
+        from gguf import GGUFReader, dequantize
     except ImportError as error:
         raise ValueError(
             f"{where}: a GGUF file is read by the gguf library: pip install 'draftkit[engines]'"
@@ -121,19 +129,26 @@ def convert(file: Path, folder: Path, key: str) -> str:
     try:
         reader = GGUFReader(file)
         metadata = {name: one.contents() for name, one in reader.fields.items()}
+        tensors = {tensor.name: tensor for tensor in reader.tensors}
         sizes: Counter[str] = Counter()
         for tensor in reader.tensors:
             sizes[tensor.tensor_type.name] += int(tensor.n_elements)
+        factors = tensors.pop(ROPE_FREQS, None)
+        if factors is not None:
+            factors = torch.tensor(dequantize(factors.data, factors.tensor_type))
     except UNREADABLE as error:
         raise ValueError(f"{where}: no whole GGUF file ({first_line(error)})") from error
     if metadata.get("split.count", 1) > 1:
         raise ValueError(
             f"{where}: one of {metadata['split.count']} parts: join them by gguf-split"
         )
+    if metadata.get("tokenizer.ggml.model") == "llama":
+        metadata = SENTENCEPIECE | metadata
+    config = config_of(metadata, tensors.keys(), factors, where)
     kind = sizes.most_common(1)[0][0] if sizes else "F32"
-    tokenizer = _tokenizer(file, metadata, where)
-    model = _model(file, metadata, DTYPES.get(kind, torch.bfloat16), where)
-    named = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
+    tokenizer = _tokenizer(metadata, where)
+    model = _model(file, config, DTYPES.get(kind, torch.bfloat16), tensors.keys(), where)
+    named = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     ends = sorted({one for one in named if one is not None})
     model.generation_config = GenerationConfig(
         bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
@@ -141,10 +156,8 @@ def convert(file: Path, folder: Path, key: str) -> str:
         pad_token_id=metadata.get("tokenizer.ggml.padding_token_id"),
     )
     tokenizer.model_max_length = metadata.get(f"{metadata['general.architecture']}.context_length")
-    name, terms = (
-        metadata.get("general.name", file.stem),
-        metadata.get("general.license", "not stated"),
-    )
+    name = metadata.get("general.name", file.stem)
+    terms = metadata.get("general.license", "not stated")
     with atomic_path(folder) as temporary:
         save_plain(model, temporary)
         tokenizer.save_pretrained(temporary)
@@ -156,22 +169,23 @@ def convert(file: Path, folder: Path, key: str) -> str:
         _check_tokenizer(stored, metadata, where)
     return (
         f"{name}, {kind}, read once into {folder} in {str(model.dtype).removeprefix('torch.')}; a "
-        "GGUF file holds no sampling: what is served is what `sampling` says"
+        "GGUF file's sampling is not read: what is served is what `sampling` says"
     )
 
 
 def _model(
-    file: Path, metadata: Mapping[str, Any], dtype: torch.dtype, where: str
+    file: Path, config: PreTrainedConfig, dtype: torch.dtype, tensors: Iterable[str], where: str
 ) -> PreTrainedModel:
-    """Its weights, unpacked, in `dtype`."""
+    """The model of `config` with the file's weights, unpacked, in `dtype`.
+
+    Raises ValueError where a weight has no tensor, or one of the `tensors` (names) no weight.
+    """
+    from gguf import MODEL_ARCH, get_tensor_name_map
+
     options: dict[str, Any] = {}
     if kept_packed := getattr(transformers, "GgufConfig", None):  # older ones unpack in any case
         options["quantization_config"] = kept_packed(dequantize=True)
     try:
-        config = AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name)
-        width = metadata.get(f"{metadata['general.architecture']}.attention.key_length")
-        if width is not None and hasattr(config, "head_dim"):
-            config.head_dim = width  # which transformers leaves at the family's
         with redirect_stderr(StringIO()):  # where transformers draws a bar that nothing turns off
             model, report = AutoModelForCausalLM.from_pretrained(
                 str(file.parent),
@@ -179,43 +193,55 @@ def _model(
                 gguf_file=file.name,
                 dtype=dtype,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below
                 **options,
             )
     except UNREADABLE as error:
         reason = first_line(error)
         raise ValueError(f"{where}: transformers does not read it ({reason}): {REMEDY}") from error
-    absent = sorted([*report["missing_keys"], *report["mismatched_keys"]], key=str)
+    absent = [*map(str, (*report["missing_keys"], *report["mismatched_keys"]))]
     if absent:
-        raise ValueError(f"{where}: {len(absent)} weights are missing (first: {absent[0]})")
+        raise ValueError(
+            f"{where}: {len(absent)} weights have no tensor of their shape (first: {min(absent)}): "
+            f"{REMEDY}"
+        )
+    names = get_tensor_name_map(MODEL_ARCH[config.model_type.upper()], config.num_hidden_layers)
+    taken = {names.get_name(name, (".weight", ".bias")) for name in model.state_dict()}
+    left = [name for name in tensors if name not in taken]
+    if left:
+        raise ValueError(
+            f"{where}: {len(left)} tensors have no place in transformers' {config.model_type} "
+            f"(first: {left[0]}): {REMEDY}"
+        )
     model.hf_quantizer = None
     for name in ("quantization_config", "_model_name_or_path"):
         vars(model.config).pop(name, None)
     return model
 
 
-def _tokenizer(file: Path, metadata: Mapping[str, Any], where: str) -> PreTrainedTokenizerBase:
-    """The tokenizer that the file describes; from sentencepiece, as transformers rebuilds it."""
+def _tokenizer(metadata: Mapping[str, Any], where: str) -> PreTrainedTokenizerBase:
+    """The tokenizer that the file describes."""
     kind, name = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "none")
-    if kind == "llama":
-        try:
-            rebuilt: Any = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
-            return rebuilt
-        except UNREADABLE as error:
-            raise ValueError(f"{where}: no usable tokenizer ({first_line(error)})") from error
-    if kind != "gpt2" or name not in SPLITTERS:
+    if kind != "llama" and (kind != "gpt2" or name not in SPLITTERS):
         raise ValueError(
             f"{where}: a tokenizer of the kind {kind} that splits text by the rule {name}, which is"
             f" not known here (known: {', '.join(SPLITTERS)}): {REMEDY}"
         )
-    splitter, tokens = SPLITTERS[name], metadata["tokenizer.ggml.tokens"]
-    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    needed = ("tokens", "token_type", "merges" if kind == "gpt2" else "scores")
+    tokens, types, ranked = (metadata.get(f"tokenizer.ggml.{key}", ()) for key in needed)
+    ids = {
+        short: metadata.get(f"tokenizer.ggml.{long}_token_id") for long, short in SPECIAL.items()
+    }
+    lengths = {len(tokens), len(types), len(ranked if kind == "llama" else tokens)}
+    beyond = any(one is not None and not 0 <= one < len(tokens) for one in ids.values())
+    if len(lengths) > 1 or not ranked or beyond:
+        raise ValueError(f"{where}: its tokenizer is not whole ({', '.join(needed)}): {REMEDY}")
+    splitter = SPLITTERS[name] if kind == "gpt2" else Splitter(())
     vocabulary = {token: row for row, token in enumerate(tokens)}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=splitter.whole))
-    backend.pre_tokenizer = steps.Sequence([_step(part) for part in splitter.steps])
-    backend.decoder = decoders.ByteLevel()
-    if splitter.normalises:
-        backend.normalizer = normalizers.NFC()
-    types = metadata["tokenizer.ggml.token_type"]
+    if kind == "llama":
+        backend = _sentencepiece(vocabulary, types, ranked, metadata)
+    else:
+        backend = _byte_level(vocabulary, ranked, splitter)
     for special, wanted in ((True, CONTROL), (False, USER_DEFINED)):
         added = [
             AddedToken(token, special=special, normalized=False)
@@ -223,9 +249,6 @@ def _tokenizer(file: Path, metadata: Mapping[str, Any], where: str) -> PreTraine
             if type_ == wanted
         ]
         backend.add_special_tokens(added) if special else backend.add_tokens(added)
-    ids = {
-        short: metadata.get(f"tokenizer.ggml.{long}_token_id") for long, short in SPECIAL.items()
-    }
     named = {f"{short}_token": tokens[one] for short, one in ids.items() if one is not None}
     begins = metadata.get("tokenizer.ggml.add_bos_token", splitter.begins)
     ends = metadata.get("tokenizer.ggml.add_eos_token", False)
@@ -239,6 +262,42 @@ def _tokenizer(file: Path, metadata: Mapping[str, Any], where: str) -> PreTraine
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, chat_template=metadata.get("tokenizer.chat_template"), **named
     )
+
+
+def _byte_level(vocabulary: dict[str, int], merges: list[str], splitter: Splitter) -> Tokenizer:
+    pairs: Any = [tuple(merge.split(" ")) for merge in merges]
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=splitter.whole))
+    backend.pre_tokenizer = steps.Sequence([_step(part) for part in splitter.steps])
+    backend.decoder = decoders.ByteLevel()
+    if splitter.normalises:
+        backend.normalizer = normalizers.NFC()
+    return backend
+
+
+def _sentencepiece(
+    vocabulary: dict[str, int], types: list[int], scores: list[float], metadata: Mapping[str, Any]
+) -> Tokenizer:
+    """As llama.cpp has it: neighbours whose union scores best merge first, the rest become bytes.
+
+    A text begins with a space where the file says so, and so does one behind an added token.
+    """
+    pairs = [
+        (-scores[row], token[:cut], token[cut:])
+        for token, row in vocabulary.items()
+        for cut in range(1, len(token) if types[row] == NORMAL else 0)
+        if token[:cut] in vocabulary and token[cut:] in vocabulary
+    ]
+    merges: Any = [pair[1:] for pair in sorted(pairs, key=lambda pair: pair[0])]
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True))
+    spaced = metadata["tokenizer.ggml.add_space_prefix"]
+    before, after = (
+        ([normalizers.Prepend(SPACE)], [decoders.Strip(" ", 1, 0)]) if spaced else ([], [])
+    )
+    backend.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", SPACE)])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *after]
+    )
+    return backend
 
 
 def _step(part: str) -> steps.PreTokenizer:

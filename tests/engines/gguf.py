@@ -1,6 +1,7 @@
 """A model folder as GGUF, as llama.cpp's own converter writes released ones.
 
-Llama, Qwen2 and Qwen3 with byte-level BPE, tensor by tensor. Rotary positions turn the two halves
+Llama, Qwen2 and Qwen3 with byte-level BPE, key by key and tensor by tensor (`set_gguf_parameters`
+of `conversion/base.py`, `conversion/llama.py`). Rotary positions turn the two halves
 of a head against each other in Hugging Face; llama.cpp does so for Qwen, and turns neighbours for
 Llama, whose `q_proj` and `k_proj` are therefore stored in another order of rows:
 
@@ -8,6 +9,7 @@ Llama, whose `q_proj` and `k_proj` are therefore stored in another order of rows
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,6 +102,26 @@ def tensors_of(
             count = "num_key_value_heads" if "k_proj" in name else "num_attention_heads"
             weight = turned(weight, getattr(config, count))
         yield known, weight
+    if config.rope_parameters["rope_type"] == "llama3":
+        yield "rope_freqs.weight", llama3_factors(config)
+
+
+def llama3_factors(config: PreTrainedConfig) -> Tensor:
+    """What the frequencies are divided by [d / 2], as `generate_extra_tensors` of Llama has it."""
+    rope, head = config.rope_parameters, head_of(config)
+    factor, low, high = (rope[key] for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    context = rope["original_max_position_embeddings"]
+    factors = []
+    for frequency in 1.0 / rope["rope_theta"] ** (torch.arange(0, head, 2).float() / head):
+        length = 2 * math.pi / frequency
+        smooth = (context / length - low) / (high - low)
+        between = 1 / ((1 - smooth) / factor + smooth)
+        factors.append(1 if smooth > 1 else factor if smooth < 0 else between)
+    return torch.tensor(factors, dtype=torch.float32)
+
+
+def head_of(config: PreTrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def turned(weight: Tensor, heads: int) -> Tensor:
@@ -109,20 +131,35 @@ def turned(weight: Tensor, heads: int) -> Tensor:
 
 
 def write_shapes(writer: Any, config: PreTrainedConfig) -> None:
-    """The keys of the architecture."""
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer.add_vocab_size(config.vocab_size)
+    """The keys of the architecture, and how its positions are scaled."""
+    writer.add_type(gguf.GGUFType.MODEL)
+    writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(context_of(config))
     writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(size)
-    writer.add_value_length(size)
+    rope = config.rope_parameters
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        if "attention_factor" in rope:
+            writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
+        if "beta_fast" in rope:
+            writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+            writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+    writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(size)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if hasattr(config, "head_dim"):
+        writer.add_key_length(head_of(config))
+        writer.add_value_length(head_of(config))
+    writer.add_file_type(gguf.LlamaFileType.GUESSED)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    if config.model_type == "llama":
+        writer.add_vocab_size(config.vocab_size)
+        writer.add_rope_dimension_count(head_of(config))
 
 
 def write_vocabulary(writer: Any, tokenizer: PreTrainedTokenizerBase, *, rows: int) -> None:

@@ -1,52 +1,29 @@
 """A GGUF file becomes the folder that it was written from, or one line that says why not."""
 
 import importlib.metadata
+import itertools
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
 
 from draftkit.config import TargetConfig
 from draftkit.models import gguf_files
-from draftkit.models.gguf_files import SPLITTERS, TRIED, convert, file_named
-from draftkit.models.loading import load_model, load_tokenizer, save_model
+from draftkit.models.gguf_files import SPACE, SPLITTERS, TRIED, convert, file_named
+from draftkit.models.loading import load_model, load_tokenizer
 from pipelines.configuration import compose_config
-from tests import tiny
 from tests.engines import making
-from tests.engines.gguf import vocabulary_of, write_gguf
-
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-SMALL = {"vocab_size": making.REAL, "eos_token_id": 0, "hidden_size": 32, "num_hidden_layers": 1}
-
-
-def written(folder: Path, architecture: str = "llama", kind: str = "f32", **changes: Any) -> Path:
-    """A GGUF file of a random model, whose folder lies beside it as `model`."""
-    tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(_kept(folder))
-    tokenizer.chat_template = TEMPLATE
-    made = tiny.model(architecture, **SMALL | changes)
-    save_model(made, tokenizer, folder / "model")
-    path = folder / "named.gguf"
-    write_gguf(TargetConfig(path=str(folder / "model")), path, kind=kind, key="target")
-    return path
-
-
-def _kept(folder: Path) -> Path:
-    making.tokenizer().save_pretrained(folder / "tokenizer")
-    return folder / "tokenizer"
-
-
-def changed(path: Path, old: bytes, new: bytes) -> Path:
-    """The file with other metadata, of the same length."""
-    content = path.read_bytes()
-    assert len(old) == len(new)
-    assert old in content
-    path.write_bytes(content.replace(old, new))
-    return path
+from tests.engines.gguf import vocabulary_of
+from tests.models.written import TEMPLATE, changed, written
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
@@ -55,7 +32,7 @@ def test_weights_tokenizer_and_template_are_those_of_the_folder_it_was_written_f
 ) -> None:
     path = written(tmp_path, architecture, tie_word_embeddings=architecture == "qwen2")
     line = convert(path, tmp_path / "read", "target")
-    assert "holds no sampling" in line
+    assert "sampling is not read" in line
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("read", "model"))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -90,7 +67,7 @@ def test_every_rule_that_is_written_is_read_as_the_same_one(tmp_path: Path) -> N
         # What the file does not say of a beginning is as llama.cpp takes it.
         keys = metadata | {"tokenizer.ggml.pre": name}
         del keys["tokenizer.ggml.add_bos_token"]
-        tokenizer = gguf_files._tokenizer(tmp_path / "x.gguf", keys, "target.path x")
+        tokenizer = gguf_files._tokenizer(keys, "target.path x")
         again = vocabulary_of(tokenizer, rows=making.REAL)
         assert SPLITTERS[again.splitter] == splitter
         assert again.add_bos == splitter.begins
@@ -98,29 +75,148 @@ def test_every_rule_that_is_written_is_read_as_the_same_one(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "refusal"),
+    ("keys", "refusal"),
     [
-        (b"llama", b"mambX", r"transformers does not read it \(.*mambX.*own folder"),
-        (b"gpt-2", b"tekke", r"splits text by the rule tekke, which is not known"),
-        (b"tokenizer.ggml.pre", b"tokenizer.ggml.per", r"by the rule none, which is not known"),
-        (b"gpt2", b"bert", r"a tokenizer of the kind bert"),
+        ({"tokenizer.ggml.pre": "tekken"}, "splits text by the rule tekken, which is not known"),
+        ({"tokenizer.ggml.pre": None}, "by the rule none, which is not known"),
+        ({"tokenizer.ggml.model": "bert"}, "a tokenizer of the kind bert"),
+        (
+            {"tokenizer.ggml.merges": None},
+            r"its tokenizer is not whole \(tokens, token_type, merges",
+        ),
+        ({"tokenizer.ggml.bos_token_id": 99_999}, "its tokenizer is not whole"),
+        ({"tokenizer.ggml.token_type": [1, 1]}, "its tokenizer is not whole"),
+        (
+            {"tokenizer.ggml.model": "llama"},
+            r"its tokenizer is not whole \(tokens, token_type, scores",
+        ),
     ],
 )
-def test_what_cannot_be_read_for_sure_is_refused_in_one_line(
-    tmp_path: Path, old: bytes, new: bytes, refusal: str
+def test_a_tokenizer_that_cannot_be_read_for_sure_is_refused_in_one_line(
+    tmp_path: Path, keys: dict[str, Any], refusal: str
 ) -> None:
-    path = changed(written(tmp_path), old, new)
+    path = changed(written(tmp_path), keys)
     with pytest.raises(ValueError, match=rf"^target\.path {path}: .*{refusal}") as error:
         convert(path, tmp_path / "read", "target")
     assert "\n" not in str(error.value)
     assert not (tmp_path / "read").exists()
 
 
+def spoken(path: Path, **keys: Any) -> dict[str, Any]:
+    """The file with a sentencepiece vocabulary of the tests' text; its keys of the tokenizer."""
+    backend = Tokenizer(BPE())
+    pieces = [text.replace(" ", SPACE) for text in making.TEXT]
+    backend.train_from_iterator(pieces, BpeTrainer(vocab_size=180, show_progress=False))  # type: ignore[no-untyped-call]
+    learnt = sorted(backend.get_vocab().items(), key=lambda one: one[1])
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "<tool>"]
+    types = [2, 3, 3, *[6] * 256, 4] + [1] * len(learnt)
+    vocabulary = {
+        "model": "llama",
+        "pre": "default",
+        "tokens": [*tokens, *(token for token, _ in learnt)],
+        "token_type": types,
+        "scores": [0.0] * len(tokens) + [-float(rank) for _, rank in learnt],
+    }
+    absent = dict.fromkeys(("merges", "bos_token_id", "eos_token_id", "add_bos_token"))
+    changed(path, {f"tokenizer.ggml.{key}": value for key, value in (absent | vocabulary).items()})
+    changed(path, {f"tokenizer.ggml.{key}": value for key, value in keys.items()})
+    return vocabulary | keys
+
+
+def merged(text: str, vocabulary: dict[str, Any]) -> list[str]:
+    """As `llm_tokenizer_spm` of llama.cpp: the best union of neighbours first, then bytes."""
+    scores = dict(zip(vocabulary["tokens"], vocabulary["scores"], strict=True))
+    prefix = " " if vocabulary.get("add_space_prefix", True) else ""
+    pieces = [*(prefix + text).replace(" ", SPACE)]
+    while True:
+        unions = [one + two for one, two in itertools.pairwise(pieces)]
+        best = max((one for one in unions if one in scores), key=scores.__getitem__, default=None)
+        if best is None:
+            break
+        at = unions.index(best)
+        pieces[at : at + 2] = [best]
+    return [
+        token
+        for piece in pieces
+        for token in (
+            [piece] if piece in scores else [f"<0x{byte:02X}>" for byte in piece.encode()]
+        )
+    ]
+
+
+@pytest.mark.parametrize("keys", [{}, {"add_space_prefix": False}], ids=str)
+def test_a_sentencepiece_tokenizer_is_llama_cpps(tmp_path: Path, keys: dict[str, Any]) -> None:
+    path = written(tmp_path, vocab_size=400)
+    vocabulary = spoken(path, **keys)
+    convert(path, tmp_path / "read", "target")
+    tokenizer = load_tokenizer(TargetConfig(path=str(tmp_path / "read")))
+    draw = random.Random(0)
+    line = making.TEXT[0]
+    starts = [draw.randrange(len(line) - 40) for _ in range(200)]
+    for text in (*TRIED, "  two", *(line[at : at + draw.randint(1, 40)] for at in starts)):
+        ids = tokenizer.encode(text)
+        assert tokenizer.convert_ids_to_tokens(ids) == ["<s>", *merged(text, vocabulary)]
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("def<tool></s>"))[-2:] == [
+        "<tool>",
+        "</s>",
+    ]
+    assert tokenizer.eos_token == "</s>"
+
+
+def halves(block: bytes, at: int) -> float:
+    return float(np.frombuffer(block[at : at + 2], np.float16)[0])
+
+
+def scale_and_least(packed: bytes, group: int) -> tuple[int, int]:
+    """`get_scale_min_k4` of ggml-quants.c: two of six bits for each of eight groups."""
+    if group < 4:
+        return packed[group] & 63, packed[group + 4] & 63
+    low = packed[group + 4]
+    return (
+        (low & 15) | (packed[group - 4] >> 6) << 4,
+        (low >> 4) | (packed[group] >> 6) << 4,
+    )
+
+
+def weight_of(kind: str, block: bytes, at: int) -> float:
+    """One of a block's 256 weights: `dequantize_row_q4_K`, `_q5_K`, `_q6_K` of ggml-quants.c."""
+    if kind == "Q6_K":
+        half, part, lane = at // 128, at % 128 // 32, at % 32
+        low = block[64 * half + 32 * (part % 2) + lane] >> 4 * (part // 2) & 15
+        high = block[128 + 32 * half + lane] >> 2 * part & 3
+        scale = np.frombuffer(block[192:208], np.int8)[8 * half + 2 * part + lane // 16]
+        return halves(block, 208) * int(scale) * ((low | high << 4) - 32)
+    group, lane = at // 32, at % 32
+    scale, least = scale_and_least(block[4:16], group)
+    four = block[16:] if kind == "Q4_K" else block[48:]
+    number = four[32 * (group // 2) + lane] >> 4 * (group % 2) & 15
+    if kind == "Q5_K":
+        number |= (block[16 + lane] >> group & 1) << 4
+    return halves(block, 0) * scale * number - halves(block, 2) * least
+
+
+@pytest.mark.parametrize(("kind", "size"), [("Q4_K", 144), ("Q5_K", 176), ("Q6_K", 210)])
+def test_blocks_of_256_weights_come_out_as_ggml_has_them(
+    tmp_path: Path, kind: str, size: int
+) -> None:
+    path = written(tmp_path, intermediate_size=256)
+    packed = np.random.default_rng(0).integers(0, 256, (32, size), dtype=np.uint8)
+    for at in (0, 2) if size < 210 else (208,):  # the scales of a block, no infinity among them
+        packed[:, at : at + 2] = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
+    name = "blk.0.ffn_down.weight"
+    changed(path, {}, {name: packed}, gguf.GGMLQuantizationType[kind])
+    convert(path, tmp_path / "read", "target")
+    read = load_file(tmp_path / "read" / "model.safetensors")["model.layers.0.mlp.down_proj.weight"]
+    expected = [[weight_of(kind, row.tobytes(), at) for at in range(256)] for row in packed[:4]]
+    torch.testing.assert_close(read[:4], torch.tensor(expected))
+
+
 def test_a_tokenizer_that_comes_out_otherwise_is_refused(tmp_path: Path) -> None:
     metadata = {
         name: one.contents() for name, one in gguf.GGUFReader(written(tmp_path)).fields.items()
     }
-    tokenizer = gguf_files._tokenizer(tmp_path, metadata, "")
+    tokenizer = gguf_files._tokenizer(metadata, "")
     gguf_files._check_tokenizer(tokenizer, metadata, "target.path x")
     tokens = metadata["tokenizer.ggml.tokens"]
     for key, value in (

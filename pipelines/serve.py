@@ -25,7 +25,7 @@ import torch
 
 from draftkit.config import Config
 from draftkit.decoding.catalogue import PROPOSERS
-from draftkit.models.loading import Target, load_draft, load_target
+from draftkit.models.loading import Target, load_draft, load_target, model_config
 from draftkit.serving.api import make_app
 from draftkit.serving.drafters import Drafters, Route
 from draftkit.serving.engine import Engine
@@ -84,8 +84,9 @@ def drafters_of(config: Config, made: StageFolder, target: Target) -> Drafters:
         print(f"serve: decode.proposer={name} has no drafter: no published version is followed")
     routes = []
     for name in config.online.routes:
-        registry = None
+        registry = shape = None
         if decode.has_drafter:
+            shape = model_config(draft)
             registry = seeded_registry(config, name, draft, target, checksums_of(made))
         proposer = PROPOSERS[decode.proposer](
             lambda: load_draft(draft, target),
@@ -93,7 +94,7 @@ def drafters_of(config: Config, made: StageFolder, target: Target) -> Drafters:
             target.adapter,
         )
         proposer.version = "" if decode.has_drafter else decode.proposer
-        routes.append(Route(name, proposer, registry))
+        routes.append(Route(name, proposer, registry, shape))
     return Drafters(routes)
 
 

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from draftkit.decoding.state import RoundView
-from draftkit.models.adapter import UNBOUNDED, Adapter
+from draftkit.models.adapter import Adapter
 from draftkit.models.cache import SlotCache
+from draftkit.models.context import UNBOUNDED
 from draftkit.theory.noise import DRAFT, sample
 from draftkit.theory.warping import warp
 

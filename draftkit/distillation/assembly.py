@@ -24,6 +24,7 @@ from draftkit.models.loading import (
 )
 from draftkit.models.lora import with_lora
 from draftkit.models.parallel import PARD, PLAIN, Parallel, check_unused, declare, free_id
+from draftkit.models.probe import check_packing
 from draftkit.models.sharding import load_sharded_target
 from draftkit.theory.divergences import Divergence
 
@@ -101,7 +102,8 @@ def made_parallel(
     texts: Iterable[Sequence[int]],
 ) -> Adapter:
     """`draft` as one that proposes `blocks` tokens in one pass; the id of its masks, if it has one,
-    stays. ValueError where the vocabulary has none to give."""
+    stays. ValueError where the vocabulary has none to give, or rows of it cannot be packed."""
+    check_packing(draft, "draft.kind=pard")
     token = None if draft.parallel is None else draft.parallel.token
     if token is None:
         rows: Any = draft.model.get_input_embeddings()

@@ -10,7 +10,6 @@ beyond it are padding.
 """
 
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from draftkit.artifacts import atomic_path
 from draftkit.config import DraftConfig, TargetConfig
-from draftkit.models.adapter import context_of
+from draftkit.models.context import context_of, rope_types
 from draftkit.models.files import TOKENIZER_FILES, VOCABULARIES
 from draftkit.models.loading import (
     declared_ends,
@@ -119,15 +118,6 @@ def raise_context(config: PreTrainedConfig, context: int) -> list[str]:
         f"context stays {own:,} of the target's {context:,} tokens ({why}): engines cap texts at "
         f"it or refuse the drafter"
     ]
-
-
-def rope_types(config: PreTrainedConfig) -> list[str]:
-    """How the rotary positions of `config` are scaled; empty for other positions."""
-    settings = getattr(config, "rope_parameters", None)
-    if not isinstance(settings, Mapping) or not settings:
-        return []
-    layers = [one for one in settings.values() if isinstance(one, Mapping)]
-    return sorted({str(one.get("rope_type", "default")) for one in layers or [settings]})
 
 
 def generation_config(target: TargetConfig, tokenizer: Any, gamma: int) -> GenerationConfig:

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from draftkit.models.cache import SlotCache
+from draftkit.models.context import context_of
 from draftkit.models.parallel import Packing, Parallel, parallel_of
 
-UNBOUNDED = 1 << 30  # positions of a model whose context has no end
 ROLLBACK_LAYERS = {"full_attention", "sliding_attention"}
 SHAPE_BOUND_TYPES = {"bloom", "gpt_neo"}  # they read positions off the shape of the cache
 
@@ -242,11 +242,6 @@ def cache_argument(module: nn.Module) -> str:
     """
     declared = inspect.signature(module.forward).parameters
     return "cache" if "cache" in declared else "past_key_values"
-
-
-def context_of(config: PreTrainedConfig) -> int:
-    """The tokens of the longest text that a model of `config` takes."""
-    return int(getattr(config.get_text_config(), "max_position_embeddings", None) or UNBOUNDED)
 
 
 class CausalAdapter(Adapter):

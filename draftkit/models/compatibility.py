@@ -6,11 +6,13 @@ by one; here all of it is listed at once, with what is harmless and worth knowin
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from draftkit.config import Config
-from draftkit.models.adapter import UNBOUNDED, context_of
+from draftkit.models.context import LONGROPE, UNBOUNDED, context_of, rope_types
+from draftkit.models.files import check_weights
 from draftkit.models.loading import (
     check_same_shape,
     declared_ends,
@@ -24,6 +26,10 @@ from draftkit.models.vocabulary import check_same_tokenizer, real_vocab_size
 Shapes = Mapping[str, PreTrainedConfig]  # by section: `target`, and `draft` where one is given
 Tokenizers = Mapping[str, PreTrainedTokenizerBase]
 GOOD, NOTE, WRONG = "ok", "note", "wrong"
+# Of a configuration, what logits do not depend on: what every model has, and ids of the tokenizer.
+# A parallel drafter proposes other numbers of tokens than it was trained for.
+NOT_OF_SHAPE = {*PreTrainedConfig().to_dict()} - {"model_type", "is_encoder_decoder"}
+NOT_OF_SHAPE |= {"use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "pard_k"}
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,11 @@ def findings(config: Config) -> Iterator[Finding]:
         check_same_shape(shapes["target"], shapes.get("draft", shapes["target"]))
     except ValueError as error:
         yield Finding(WRONG, "kind", str(error))
+    for key in shapes:
+        try:
+            check_weights(getattr(config, key))
+        except ValueError as error:
+            yield Finding(WRONG, "weights", str(error))
     yield from _vocabulary(shapes, tokenizers, config.draft.extra_tokens)
     yield from _special_tokens(config, tokenizers)
     yield _template(config, tokenizers)
@@ -127,4 +138,29 @@ def _context(shapes: Shapes) -> Finding:
     text = ", ".join(f"{key} {count}" for key, count in words.items())
     level = NOTE if len({*sizes.values()}) > 1 else GOOD
     smaller = ": the smaller one limits both" if level == NOTE else ""
+    if any(LONGROPE in rope_types(shape) for shape in shapes.values()):
+        smaller += "; of longrope the short factors are served, up to the original context"
     return Finding(level, "context", f"{text} tokens{smaller}")
+
+
+def check_same_architecture(own: PreTrainedConfig, given: PreTrainedConfig) -> None:
+    """Raise ValueError naming the first key by which a model of `given` computes otherwise, though
+    its weights may have the names and shapes of one of `own`.
+    """
+    left, right = (_traits(config.to_dict()) for config in (own, given))
+    for key in sorted(left.keys() | right.keys()):
+        if left.get(key) != right.get(key):
+            raise ValueError(
+                f"{key} of its config.json is {right.get(key)}, the drafter's {left.get(key)}"
+            )
+
+
+def _traits(values: Mapping[str, Any], within: str = "") -> dict[str, Any]:
+    """What shapes a model, with the keys of nested parts as paths."""
+    traits: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping) and name not in NOT_OF_SHAPE:
+            traits |= _traits(value, f"{within}{name}.")
+        elif name not in NOT_OF_SHAPE:
+            traits[f"{within}{name}"] = value
+    return traits

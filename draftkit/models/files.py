@@ -4,11 +4,13 @@ What a download leaves behind (`.cache/`), a card, notes and pictures can change
 the model is the same. Shared by whoever loads, copies, uploads or identifies a model.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from draftkit.artifacts import sha256_tree
@@ -32,6 +34,10 @@ MODEL_FILES = (
     *("bpe.codes", "additional_chat_templates"),
 )
 CODE = "*.py"  # read where `trust_remote_code` says so
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+# Weights that no text passes through: heads for several tokens, other senses, scales of a cache.
+BESIDE_TEXT = re.compile(r"(^|\.)(mtp|visual|vision|audio|multi_modal)\w*\.|\.[kv]_scale$")
+LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 def is_of_model(name: str, *, code: bool = False) -> bool:
@@ -59,3 +65,40 @@ def commit_of(model: ModelConfig) -> str:
         file = Path(str(cached_file(model.location, "config.json", revision=commit)))
         commit = file.parent.name  # snapshots/<commit>/config.json of the hub's cache
     return commit
+
+
+def check_weights(model: ModelConfig) -> None:
+    """Raise ValueError for a folder here whose weights are no safetensors."""
+    folder = Path(model.location)
+    if not folder.is_dir() or any(folder.glob("*.safetensors")):
+        return
+    pickled = sorted(path.name for kind in PICKLED for path in folder.glob(kind))
+    where = f"{model.key}.path {model.path}: "
+    if not pickled:
+        raise ValueError(f"{where}holds no *.safetensors: give what save_pretrained wrote")
+    raise ValueError(
+        f"{where}{pickled[0]} is pickled, and reading it can run code. If you trust it, convert it "
+        "by AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+    )
+
+
+def unread(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+    """Of `names`, weights of a folder that `model` took no notice of, those that it should have.
+
+    Older releases wrote buffers too, which are computed today. Layers behind the last one guess
+    further tokens, where `num_nextn_predict_layers` says so.
+    """
+    buffers = [f".{name}" for name, _ in model.named_buffers()]
+    text = model.config.get_text_config()
+    last = getattr(text, "num_hidden_layers", 0)
+    further = range(last, last + (getattr(text, "num_nextn_predict_layers", None) or 0))
+
+    def is_beside(name: str) -> bool:
+        layer = LAYER.search(name)
+        return bool(
+            BESIDE_TEXT.search(name)
+            or any(f".{name}".endswith(one) or one.endswith(f".{name}") for one in buffers)
+            or (layer and int(layer[1]) in further)
+        )
+
+    return sorted(name for name in names if not is_beside(name))

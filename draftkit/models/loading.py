@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -26,6 +25,10 @@ from transformers import (
     PreTrainedTokenizerBase,
     T5Config,
 )
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+)
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
@@ -34,10 +37,12 @@ from draftkit.config import DraftConfig, HardwareConfig, ModelConfig, PretrainCo
 from draftkit.hub import hub_has
 from draftkit.models.adapter import Adapter, CausalAdapter
 from draftkit.models.attention import fit_to_device
+from draftkit.models.context import context_of
 from draftkit.models.devices import resolve_device, resolve_dtype
-from draftkit.models.files import KEPT_IDS
+from draftkit.models.files import KEPT_IDS, check_weights, unread
 from draftkit.models.lora import save_plain
 from draftkit.models.parallel import PARD, parallel_of
+from draftkit.models.probe import check_packing, check_passes
 from draftkit.models.seq2seq import Seq2SeqAdapter, start_token
 from draftkit.models.shrink import read_kept_ids, write_kept_ids
 from draftkit.models.vocabulary import check_same_tokenizer, count_ids, fit_rows, real_vocab_size
@@ -45,7 +50,6 @@ from draftkit.models.vocabulary import check_same_tokenizer, count_ids, fit_rows
 Model = TypeVar("Model", bound=ModelConfig)
 
 CONTEXT = 512  # of a drafter that is built here
-LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
 WHOLE = "give a complete folder written by save_pretrained"
 
 
@@ -78,7 +82,7 @@ def _refusing(
     """Errors of reading `model` become a ValueError of one line that names its key."""
     try:
         yield
-    except LOADING_ERRORS as error:
+    except Exception as error:  # what a damaged folder, or a missing package, raises has no bound
         if not Path(model.location).is_dir():
             remedy = f"fetch all of it by `hf download {model.path}`, or {remedy}"
         raise ValueError(
@@ -97,7 +101,7 @@ def auto_model(config: PreTrainedConfig) -> Any:
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     """Load the tokenizer of `model`. Raises ValueError naming its key for one that is unusable."""
-    check_folder(model)
+    model_config(model)  # which transformers reads too, and would take for a fault of the tokenizer
     remedy = "save the tokenizer into the folder with save_pretrained"
     with _refusing(model, "no usable tokenizer", remedy):
         tokenizer = AutoTokenizer.from_pretrained(model.location, **_source(model))
@@ -117,9 +121,14 @@ def load_model(
     """
     transformers_logging.disable_progress_bar()
     config = model_config(model)
+    check_weights(model)
+    remedy, quantised = WHOLE, getattr(config, "quantization_config", None)
+    if isinstance(quantised, Mapping):
+        method = quantised.get("quant_method")
+        remedy = f"it is quantised by {method}: install what reads that, or give it unquantised"
     # Read to where they stay, and not through the host's memory.
     options: dict[str, Any] = {"device_map": device} if device.type == "cuda" else {}
-    with _refusing(model):
+    with _refusing(model, remedy=remedy):
         loaded, report = auto_model(config).from_pretrained(
             model.location,
             config=config,
@@ -134,6 +143,11 @@ def load_model(
         raise ValueError(
             f"{model.key}.path {model.path}: {len(absent)} weights are missing or of another shape "
             f"(first: {absent[0]}): {WHOLE}"
+        )
+    if left := unread(loaded, report["unexpected_keys"]):
+        raise ValueError(
+            f"{model.key}.path {model.path}: {len(left)} weights have no place in the model of its "
+            f"config.json (first: {left[0]}), which would be another model without them: {WHOLE}"
         )
     return loaded.to(device).eval()
 
@@ -151,7 +165,15 @@ def model_config(model: ModelConfig) -> PreTrainedConfig:
     """The shapes of a model, without its weights. Raises ValueError naming the model's key."""
     check_folder(model)
     with _refusing(model):
-        return AutoConfig.from_pretrained(model.location, **_source(model))
+        config = AutoConfig.from_pretrained(model.location, **_source(model))
+    known = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING)
+    own_code = model.trust_remote_code and getattr(config, "auto_map", None)
+    if type(config) not in known[config.is_encoder_decoder] and not own_code:
+        raise ValueError(
+            f"{model.key}.path {model.path}: transformers has no {auto_model(config).__name__} of "
+            f"the type {config.model_type}: give a model that reads and writes text alone"
+        )
+    return config
 
 
 def check_folder(model: ModelConfig) -> None:
@@ -282,18 +304,22 @@ def load_target(
     hardware: HardwareConfig,
     *,
     dtype: torch.dtype | Literal["auto"] | None = None,
+    probed: bool = True,
 ) -> Target:
     """Load the target in `dtype` (`auto`: as stored), else the hardware's.
 
     Logits are cut to the real vocabulary. Raises ValueError naming `target.path` for a model that
-    cannot be loaded.
+    cannot be loaded, or, where it is `probed`, that fails `check_passes`.
     """
     outline = load_outline(model, hardware)
     loaded = load_model(model, dtype=dtype or outline.dtype, device=outline.device)
     # A target never changes, so compiled code may pack its weights.
     loaded.requires_grad_(False)
     size = real_vocab_size(outline.tokenizer, loaded.config, "target")
-    return Target(adapter=adapter_of(loaded, vocab_size=size), **vars(outline))
+    adapter = adapter_of(loaded, vocab_size=size)
+    if probed:
+        check_passes(adapter, f"target.path {model.path}")
+    return Target(adapter=adapter, **vars(outline))
 
 
 def load_draft(model: DraftConfig, target: Outline, *, dtype: torch.dtype | None = None) -> Adapter:
@@ -307,7 +333,11 @@ def load_draft(model: DraftConfig, target: Outline, *, dtype: torch.dtype | None
     if isinstance(target, Target):
         check_same_shape(target.adapter.model.config, loaded.config)
     check_kind(model, loaded.config)
-    return adapter_of(loaded, vocab_size=size, kept_ids=kept_ids)
+    adapter = adapter_of(loaded, vocab_size=size, kept_ids=kept_ids)
+    check_passes(adapter, f"draft.path {model.path}")
+    if adapter.parallel is not None:
+        check_packing(adapter, f"draft.path {model.path}")
+    return adapter
 
 
 def load_sharing(

@@ -28,8 +28,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from draftkit.models.adapter import UNBOUNDED, Adapter, Head, additive, cache_argument
+from draftkit.models.adapter import Adapter, Head, additive, cache_argument
 from draftkit.models.cache import SlotCache
+from draftkit.models.context import UNBOUNDED
 from draftkit.models.parallel import Packing
 
 T5_TYPES = ("t5", "mt5")

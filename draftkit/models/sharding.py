@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed
-from torch import Tensor, nn
+from torch import Tensor
 
 from draftkit.config import HardwareConfig, TargetConfig
 from draftkit.models.devices import resolve_device, resolve_dtype
 from draftkit.models.loading import Target, load_target
+from draftkit.models.shrink import layer_stack
 
 
 def load_sharded_target(model: TargetConfig, hardware: HardwareConfig) -> Target:
@@ -31,7 +32,8 @@ def load_sharded_target(model: TargetConfig, hardware: HardwareConfig) -> Target
     device = resolve_device(hardware)
     dtype = resolve_dtype(hardware, device)
     mapped = replace(hardware, device="cpu")
-    target = load_target(model, mapped, dtype="auto")  # any other would be a copy of the whole
+    # Any other dtype would be a copy of the whole, and passes would read all of it.
+    target = load_target(model, mapped, dtype="auto", probed=False)
     shard_layers(target.adapter.model, device=device, dtype=dtype)
     return replace(target, dtype=resolve_dtype(hardware, device), device=device)
 
@@ -55,7 +57,7 @@ def shard_layers(model: Any, *, device: torch.device, dtype: torch.dtype) -> Non
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
-    layers, stack = layers_of(model), model.base_model
+    layers, stack = layer_stack(model)[1], model.base_model
     whole = {*model.parameters()} - {*layers.parameters()}
     for layer in layers:
         _move(layer.parameters(), layer.buffers(), device, dtype)
@@ -76,10 +78,3 @@ def _move(
         weight.data = weight.data.to(device, dtype)
     for buffer in buffers:
         buffer.data = buffer.data.to(device)
-
-
-def layers_of(model: Any) -> nn.ModuleList:
-    """The stack of transformer layers: the outermost list with as many entries as there are."""
-    count = model.config.get_text_config().num_hidden_layers
-    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
-    return next(stack for stack in lists if len(stack) == count)

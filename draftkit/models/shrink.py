@@ -107,27 +107,34 @@ def _cut_lists(config: Any, layers: Sequence[int]) -> None:
     setattr(config, _count_name(config), len(layers))
 
 
+def layer_stack(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    """The name in `model` of the layers that write text, and these; an encoder or a vision tower
+    may have as many. Raises ValueError for a model that holds them otherwise.
+    """
+    count, decoder = layer_count(model.config), model.get_decoder()
+    inside = {*decoder.modules()}
+    for name, module in model.named_modules():  # the outermost comes first
+        if isinstance(module, nn.ModuleList) and len(module) == count and module in inside:
+            return name, module
+    raise ValueError(
+        f"draft.shrink.layers: {model.config.model_type} has no list of its {count} layers, and "
+        "cannot be cut or split: give a drafter as draft.path"
+    )
+
+
 def _renumbered(target: PreTrainedModel, layers: Sequence[int]) -> dict[str, Tensor]:
     """The weights of `target` without the other layers, the chosen ones numbered from 0.
 
     The encoder of an encoder-decoder model stays whole.
     """
-    count, decoder = layer_count(target.config), target.config.is_encoder_decoder
-    lists = [
-        n
-        for n, m in target.named_modules()
-        if isinstance(m, nn.ModuleList)
-        and len(m) == count
-        and (n.startswith("decoder.") or not decoder)
-    ]
-    stack = f"{lists[0]}." if lists else None  # the outermost comes first
+    prefix = f"{layer_stack(target)[0]}."
     weights = {}
     for name, weight in target.state_dict().items():
-        if stack is not None and name.startswith(stack):
-            number, _, rest = name.removeprefix(stack).partition(".")
+        if name.startswith(prefix):
+            number, _, rest = name.removeprefix(prefix).partition(".")
             if int(number) not in layers:
                 continue
-            name = f"{stack}{layers.index(int(number))}.{rest}"
+            name = f"{prefix}{layers.index(int(number))}.{rest}"
         weights[name] = weight
     return weights
 

@@ -15,10 +15,14 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
+from draftkit.config import DraftConfig
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.proposers import Proposer
 from draftkit.models.adapter import by_name
+from draftkit.models.compatibility import check_same_architecture
+from draftkit.models.loading import model_config
 from draftkit.online.registry import Registry, Version
 
 POLL_SECONDS = 0.5  # how often a new version is looked for
@@ -30,12 +34,14 @@ log = logging.getLogger(__name__)
 class Route:
     """One route's drafter, known to the decoder by the route's name.
 
-    One without a draft model has no weights to replace, and so no `registry` to follow.
+    One without a draft model has no weights to replace, and so no `registry` to follow. shape: the
+    drafter's configuration, which that of every version must equal; None: versions have none.
     """
 
     name: str
     proposer: Proposer
     registry: Registry | None = None
+    shape: PreTrainedConfig | None = None
     seen: str = ""  # the version that has been looked at
     trouble: str = ""  # with the registry, as it was told
 
@@ -146,7 +152,11 @@ class Drafters:
         """Read and check `version`; what fits waits for `install`, the rest is refused."""
         own = route.proposer.weights()
         try:
-            weights = fitted(own, registry.read(version))
+            given = registry.read(version)  # which looks at all checksums
+            if route.shape is not None:
+                stored = model_config(DraftConfig(path=str(version.path)))
+                check_same_architecture(route.shape, stored)
+            weights = fitted(own, given)
         except ValueError as error:
             return self._refuse(route, version.name, str(error))
         previous = {name: tensor.clone() for name, tensor in own.items()}

@@ -16,7 +16,7 @@ from draftkit.distillation.fit import PLAIN_SHARE, TRAIN, TRIAL_SHARE, Fitting, 
 from draftkit.distillation.loop import Outcome
 from draftkit.distillation.trainer import TrainingFailed
 from draftkit.models.loading import save_model
-from draftkit.models.sharding import layers_of
+from draftkit.models.shrink import layer_stack
 from draftkit.theory.acceptance import Estimate
 from draftkit.tracking import Tracker, read_metrics
 from tests import tiny
@@ -199,8 +199,8 @@ def fit_in_parts(
     target = load_teaching_target(
         TargetConfig(path=str(pair / "target")), config.hardware, stored=False
     )
-    held = sum(weight.numel() for weight in layers_of(target.adapter.model).parameters())
-    local = [weight.to_local() for weight in layers_of(target.adapter.model).parameters()]
+    held = sum(weight.numel() for weight in layer_stack(target.adapter.model)[1].parameters())
+    local = [weight.to_local() for weight in layer_stack(target.adapter.model)[1].parameters()]
     assert sum(weight.numel() for weight in local) < 0.6 * held
     fitted = make_fitting(pair, root, config, target=target, tracker=Tracker(None)).run()
     return fitted.outcome, fitted.alpha_by_rate

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from draftkit.config import TargetConfig
-from draftkit.models.adapter import context_of
+from draftkit.models.context import context_of
 from draftkit.models.gguf_files import BYTES, CONTROL, DIGITS, GPT_2, SPLITTERS, USER_DEFINED
 from draftkit.models.loading import load_model, load_tokenizer, model_config
 

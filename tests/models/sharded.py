@@ -13,7 +13,8 @@ import torch.distributed.fsdp  # here, lest each process imports it after the fo
 from draftkit.artifacts import write_json
 from draftkit.config import HardwareConfig, TargetConfig
 from draftkit.models.loading import load_target
-from draftkit.models.sharding import layers_of, load_sharded_target, shard_layers
+from draftkit.models.sharding import load_sharded_target, shard_layers
+from draftkit.models.shrink import layer_stack
 from tests import tiny
 from tests.launching import fork_ranks
 
@@ -25,7 +26,7 @@ def shares(architecture):
     """How far a model in parts is from itself as a whole, and how much of it is held here."""
     adapter = tiny.adapter(architecture, seed=3)
     adapter.requires_grad_(False)
-    whole = sum(weight.numel() for weight in layers_of(adapter.model).parameters())
+    whole = sum(weight.numel() for weight in layer_stack(adapter.model)[1].parameters())
     tokens = torch.randint(1, tiny.VOCAB_SIZE, (2, 9), generator=torch.Generator().manual_seed(0))
     keep = torch.ones_like(tokens, dtype=torch.bool)
     with torch.no_grad():
@@ -35,8 +36,8 @@ def shares(architecture):
     for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):  # measured, trained
         with mode():
             found.append(adapter.score(tokens, keep))
-    roots = [layer._get_fsdp_state()._is_root for layer in layers_of(adapter.model)]
-    held = sum(w.to_local().numel() for w in layers_of(adapter.model).parameters())
+    roots = [layer._get_fsdp_state()._is_root for layer in layer_stack(adapter.model)[1]]
+    held = sum(w.to_local().numel() for w in layer_stack(adapter.model)[1].parameters())
     return {
         "difference": max(float((one - expected).abs().max()) for one in found),
         "share": held / whole,
@@ -78,7 +79,7 @@ def loaded_in_parts(folder: Path, dtype: str) -> dict[str, float]:
     adapter = load_sharded_target(model, hardware).adapter
     done.set()
     watching.join()
-    layers = [*layers_of(adapter.model).parameters()]
+    layers = [*layer_stack(adapter.model)[1].parameters()]
     size = sum(weight.numel() * weight.dtype.itemsize for weight in layers)
     after = own_bytes()
     tokens = torch.tensor([[1, 2, 3, 4]])

@@ -2,11 +2,20 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import Gemma3Config, LlamaConfig, MistralConfig, PreTrainedConfig
 
 from draftkit.artifacts import read_json, write_json
-from draftkit.models.compatibility import GOOD, NOTE, WRONG, Finding, findings
+from draftkit.models.compatibility import (
+    GOOD,
+    NOTE,
+    WRONG,
+    Finding,
+    check_same_architecture,
+    findings,
+)
 from pipelines.configuration import compose_config
 from tests.pairs import paths, save_pairs
 from tests.tiny import byte_tokenizer
@@ -72,6 +81,57 @@ def test_an_encoder_decoder_beside_a_decoder_only_one_is_wrong(pairs: Path, tmp_
     seen = of(copied(pairs, tmp_path, "draft", "config.json", **changes))
     assert seen["kind"].level == WRONG
     assert "both must be of one kind" in seen["kind"].text
+
+
+def test_weights_that_are_no_safetensors_are_wrong(pairs: Path, tmp_path: Path) -> None:
+    folder = copied(pairs, tmp_path, "draft", "config.json")
+    (folder / "draft" / "model.safetensors").rename(folder / "draft" / "pytorch_model.bin")
+    seen = of(folder)["weights"]
+    assert seen.level == WRONG
+    assert "pytorch_model.bin is pickled" in seen.text
+    assert "draft.path" in seen.text
+
+
+def test_the_factors_of_longrope_that_are_served_are_told(pairs: Path, tmp_path: Path) -> None:
+    shape = read_json(pairs / "pair" / "target" / "config.json")
+    factors = [1.0] * (shape["head_dim"] // 2)
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": factors}
+    rope |= {"long_factor": factors, "original_max_position_embeddings": 64}
+    folder = copied(pairs, tmp_path, "target", "config.json", rope_parameters=rope)
+    assert "target 64, " in of(folder)["context"].text
+    assert "of longrope the short factors" in of(folder)["context"].text
+
+
+def shape(**changes: Any) -> PreTrainedConfig:
+    return Gemma3Config(text_config={"num_hidden_layers": 2, "layer_types": BOTH, **changes})
+
+
+BOTH = ["sliding_attention", "full_attention"]
+ROPE = {"sliding_attention": {"rope_type": "default", "rope_theta": 5e2}}
+OTHER: dict[str, tuple[PreTrainedConfig, PreTrainedConfig, str]] = {
+    "mask": (LlamaConfig(pard_token=5), LlamaConfig(pard_token=7), "pard_token of .* is 7, .* 5"),
+    "kind": (LlamaConfig(pard_token=5), LlamaConfig(), "pard_token of .* is None, the drafter's 5"),
+    "rope": (LlamaConfig(), LlamaConfig(rope_theta=5e2), r"rope_parameters\.rope_theta of"),
+    "order": (shape(), shape(layer_types=BOTH[::-1]), r"text_config\.layer_types of its config"),
+    "rope of a layer": (shape(), shape(rope_parameters=ROPE), r"sliding_attention\.rope_theta"),
+    "window": (shape(), shape(sliding_window=8), r"text_config\.sliding_window of .* is 8, "),
+    "family": (LlamaConfig(), MistralConfig(), "of its config.json is "),
+}
+
+
+@pytest.mark.parametrize(("own", "given", "message"), OTHER.values(), ids=OTHER)
+def test_models_that_compute_otherwise_are_told_apart_by_the_key(
+    own: PreTrainedConfig, given: PreTrainedConfig, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_same_architecture(own, given)
+
+
+def test_what_no_logits_depend_on_may_differ() -> None:
+    given = LlamaConfig(
+        pard_token=5, pard_k=8, use_cache=False, eos_token_id=[1, 2], dtype="float16"
+    )
+    check_same_architecture(LlamaConfig(pard_token=5, pard_k=4, architectures=["A"]), given)
 
 
 def test_a_target_that_never_ends_a_text_is_wrong(pairs: Path, tmp_path: Path) -> None:

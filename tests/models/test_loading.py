@@ -10,11 +10,15 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
+    MptConfig,
+    OpenAIGPTConfig,
+    Phi3Config,
     T5Config,
     T5ForConditionalGeneration,
 )
 
 from draftkit.config import DraftConfig, HardwareConfig, PretrainConfig, TargetConfig
+from draftkit.distillation.assembly import made_parallel
 from draftkit.models.loading import (
     end_of_text_ids,
     load_draft,
@@ -31,6 +35,7 @@ from tests.trained import train_byte_bpe
 SHAPE = PretrainConfig(num_hidden_layers=1, hidden_size=16)
 CPU32 = HardwareConfig(device="cpu", dtype="float32")
 CPU = torch.device("cpu")
+WEIGHTS = "model.safetensors"
 TEXT = ["def add(a, b):\n    return a + b\n" * 30]
 
 
@@ -87,6 +92,29 @@ def without_a_tensor(folder):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def holding(**tensors):
+    """More tensors in the file, or others in their place."""
+
+    def change(folder):
+        held = load_file(folder / WEIGHTS)
+        save_file({**held, **tensors}, folder / WEIGHTS, metadata={"format": "pt"})
+
+    return change
+
+
+def saying(**keys):
+    """Other keys in config.json."""
+
+    def change(folder):
+        shape = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**shape, **keys}))
+
+    return change
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+
+
 def with_more_ids(folder):
     grown = train_byte_bpe(TEXT, 300)
     grown.add_tokens(["<one>", "<two>"])
@@ -103,7 +131,6 @@ def damaged(name, damage):
     return change
 
 
-WEIGHTS = "model.safetensors"
 REFUSED = {
     "no folder": (shutil.rmtree, r"^target\.path .*model: no such folder"),
     "no model": (damaged("config.json", lambda _: None), r"target\.path .* holds no config\.json"),
@@ -117,7 +144,38 @@ REFUSED = {
         r"target\.path .* cannot load the model",
     ),
     "a tensor less": (without_a_tensor, r"1 weights are missing.*model\.norm\.weight"),
-    "pickled": (pickled, r"cannot load the model"),
+    "pickled": (pickled, r"^target\.path .* pytorch_model\.bin is pickled.*\.save_pretrained\("),
+    "no file of weights": (damaged(WEIGHTS, lambda _: None), r"holds no \*\.safetensors"),
+    "no number": (
+        holding(**{"model.norm.weight": torch.full((16,), torch.nan)}),
+        r"^target\.path .*model: [\d,]+ of [\d,]+ logits .* no finite numbers",
+    ),
+    "a bias": (
+        holding(**{"model.layers.0.self_attn.q_proj.bias": torch.ones(16)}),
+        r"^target\.path .*1 weights have no place .*\(first: .*q_proj\.bias\)",
+    ),
+    "a layer more": (
+        holding(**{"model.layers.1.input_layernorm.weight": torch.ones(16)}),
+        r"1 weights have no place .*\(first: model\.layers\.1\.input_layernorm",
+    ),
+    "scales of a precision that config.json does not name": (
+        holding(**{"model.layers.0.mlp.up_proj.weight_scale_inv": torch.ones(1, 1)}),
+        r"1 weights have no place .*weight_scale_inv",
+    ),
+    "quantised, without what reads it": (
+        saying(quantization_config=AWQ),
+        r"^target\.path .* it is quantised by awq: install what reads that, or give it unquant",
+    ),
+    "shapes that are none": (saying(hidden_size="wide"), r"^target\.path .* cannot load the model"),
+    "no heads": (saying(num_attention_heads=0), r"^target\.path .* cannot load the model"),
+    "a model of pictures": (
+        saying(model_type="vit"),
+        r"^target\.path .* transformers has no AutoModelForCausalLM of the type vit",
+    ),
+    "a model of pictures and text": (
+        saying(model_type="qwen2_5_vl"),
+        r"^target\.path .* transformers has no AutoModelForCausalLM of the type qwen2_5_vl",
+    ),
     "fewer rows than ids": (with_more_ids, r"target\.path: the model has \d+ embedding rows"),
 }
 
@@ -125,8 +183,77 @@ REFUSED = {
 @pytest.mark.parametrize(("damage", "message"), REFUSED.values(), ids=REFUSED)
 def test_what_is_no_whole_model_is_refused(folder, damage, message):
     damage(folder)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as refused:
         target_of(folder)
+    assert len(str(refused.value)) < 600
+    assert "\n" not in str(refused.value)
+
+
+BESIDE_TEXT = (
+    *("model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"),
+    *("mtp.layers.0.mlp.up_proj.weight", "model.mtp_block.0.weight"),
+    *("model.layers.1.eh_proj.weight", "model.layers.0.self_attn.k_scale"),
+    *("model.visual.patch_embed.weight", "vision_tower.blocks.0.weight", "audio_tower.conv.weight"),
+    "multi_modal_projector.linear.weight",
+)
+
+
+def test_weights_that_no_text_passes_through_may_be_left_out(folder):
+    holding(**{name: torch.ones(2) for name in BESIDE_TEXT})(folder)
+    saying(num_nextn_predict_layers=1)(folder)
+    assert target_of(folder).adapter.vocab_size
+    saying(num_nextn_predict_layers=0)(folder)
+    with pytest.raises(ValueError, match=r"\(first: model\.layers\.1\.eh_proj\.weight\)"):
+        target_of(folder)
+
+
+OF_TYPE = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 310}
+OF_TYPE |= {"num_attention_heads": 2, "eos_token_id": 0, "pad_token_id": 0, "bos_token_id": None}
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 4.0, 8.0, 9.0]}
+LONG |= {"rope_theta": 10000.0}
+
+
+def saved(path, config, tokenizer):
+    """A random model of `config`, with wide weights, in a folder."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+    save_model(model, tokenizer, path)
+    return path
+
+
+def test_longrope_is_served_by_its_short_factors_up_to_its_original_context(tmp_path, tokenizer):
+    lengths = {"max_position_embeddings": 128, "original_max_position_embeddings": 32}
+    config = Phi3Config(**OF_TYPE | lengths, rope_parameters=LONG)
+    target = target_of(saved(tmp_path / "phi3", config, tokenizer)).adapter
+    assert target.max_positions == 32
+    rows = torch.randint(300, (2, target.max_positions))
+    keep = torch.zeros_like(rows, dtype=torch.bool)
+    keep[0, :9] = True
+    beside = target.score(rows, keep)
+    torch.testing.assert_close(beside, target.score(rows[:1, :9], keep[:1, :9]))
+
+
+def test_a_model_that_takes_no_cache_is_refused(tmp_path, tokenizer):
+    config = OpenAIGPTConfig(n_embd=16, n_layer=1, n_head=2, n_positions=64, vocab_size=310)
+    folder = saved(tmp_path / "gpt", config, tokenizer)
+    with pytest.raises(ValueError, match=r"^target\.path .*gpt cannot .* in pieces over a cache"):
+        target_of(folder)
+
+
+def test_a_drafter_whose_rows_cannot_be_packed_proposes_token_by_token(tmp_path, tokenizer):
+    shape = {"d_model": 16, "n_layers": 1, "n_heads": 2, "max_seq_len": 64, "vocab_size": 310}
+    folder = saved(tmp_path / "mpt", MptConfig(**shape), tokenizer)
+    target, draft = target_of(folder), DraftConfig(path=str(folder))
+    assert target.adapter.max_positions == 64
+    learner = load_draft(draft, target)  # a plain one is right
+    with pytest.raises(ValueError, match=r"^draft\.kind=pard: mpt takes .*use draft\.kind=plain"):
+        made_parallel(learner, 4, tokenizer, [])
+    saying(pard_token=309, pard_k=4)(folder)
+    with pytest.raises(ValueError, match=r"^draft\.path .*mpt takes .*use draft\.kind=plain"):
+        load_draft(draft, target)
 
 
 def t5_folder(path, tokenizer, **changes):

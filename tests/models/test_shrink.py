@@ -6,7 +6,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    PreTrainedModel,
+    Qwen2MoeConfig,
+)
 
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.cache import SlotCache
@@ -15,6 +21,7 @@ from draftkit.models.shrink import (
     chosen_layers,
     frequent_ids,
     kept_share,
+    layer_stack,
     read_kept_ids,
     shrink,
 )
@@ -134,6 +141,24 @@ def test_other_numbers_than_the_targets_are_refused_in_one_line(layers: int | li
         shrink(deep("llama"), layers)
     assert "numbered 0 to 3" in str(e.value)
     assert "\n" not in str(e.value)
+
+
+@torch.no_grad()
+def test_the_layers_of_the_text_are_cut_where_pictures_have_as_many() -> None:
+    text = tiny.ARCHITECTURES["gemma3"][1] | {"num_hidden_layers": 4, "layer_types": MIXED}
+    sight = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    sight |= {"num_hidden_layers": 4, "image_size": 28, "patch_size": 14, "vision_use_head": False}
+    config = Gemma3Config(
+        text_config=text | {"vocab_size": 300}, vision_config=sight, mm_tokens_per_image=4
+    )
+    target = Gemma3ForConditionalGeneration(config).eval()
+    draft, held = shrink(target, LAYERS), target.model.language_model.layers
+    name, layers = layer_stack(draft)
+    assert name == "model.language_model.layers"
+    for number, layer in zip(LAYERS, layers, strict=True):
+        for key, weight in layer.state_dict().items():
+            assert torch.equal(weight, held[number].state_dict()[key])
+    assert draft(input_ids=tokens()).logits.isfinite().all()
 
 
 def test_a_target_that_builds_layers_by_their_number_is_refused() -> None:

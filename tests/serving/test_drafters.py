@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from draftkit.artifacts import write_json
 from draftkit.config import DRAFTED_NAMES
 from draftkit.decoding.decoder import Decoder
 from draftkit.models.adapter import Adapter
@@ -131,6 +132,40 @@ def test_what_does_not_fit_is_refused_told_and_serving_goes_on(
         assert engine.healthy()
     assert f"version {bad} is refused, {first} goes on" in caplog.text
     assert reason in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"pard_token": 7}, "pard_token"), ({"rope_parameters": {"rope_theta": 500.0}}, "rope_theta")],
+)
+def test_a_version_that_computes_otherwise_with_like_weights_is_refused(
+    changes: dict[str, Any],
+    reason: str,
+    registry: Registry,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def published(**others: Any) -> str:
+        def whole(folder: Path) -> None:
+            write(EXACT)(folder)
+            stored = DRAFT.model.config.to_dict() | {"use_cache": False} | others
+            write_json(folder / "config.json", stored)
+
+        return registry.publish(whole, metrics={}).name
+
+    first = publish(registry, WEIGHTS)
+    route = route_of("default", draft, registry)
+    drafters = Drafters([route])
+    drafters.attach(Decoder(TARGET, slots=1, capacity=8))
+    drafters.poll()
+    route.shape = DRAFT.model.config
+    bad = published(**changes)
+    drafters.poll()
+    assert drafters.versions() == {"default": first}
+    assert f"version {bad} is refused, {first} goes on" in caplog.text
+    assert reason in caplog.text
+    good = published()
+    drafters.poll()
+    assert drafters.versions() == {"default": good}
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO])

@@ -1,0 +1,44 @@
+"""How long a text a model takes, as its configuration says; no weights are looked at."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+UNBOUNDED = 1 << 30  # positions of a model whose context has no end
+LONGROPE = "longrope"
+
+
+def rope_settings(config: PreTrainedConfig) -> list[Mapping[str, Any]]:
+    """How rotary positions are scaled, once for each kind of layer; empty for other positions."""
+    settings = getattr(config.get_text_config(), "rope_parameters", None)
+    if not isinstance(settings, Mapping) or not settings:
+        return []
+    return [one for one in settings.values() if isinstance(one, Mapping)] or [settings]
+
+
+def rope_types(config: PreTrainedConfig) -> list[str]:
+    """The names of these scalings."""
+    return sorted({str(one.get("rope_type", "default")) for one in rope_settings(config)})
+
+
+def context_of(config: PreTrainedConfig) -> int:
+    """The tokens of the longest text that a model of `config` takes.
+
+    LongRoPE (2402.13753) has two sets of frequencies. transformers takes the long one for a whole
+    batch as soon as one text passes the original context, and keys that were cached before keep the
+    short one. So texts end there, and the short set serves them all.
+    """
+    text = config.get_text_config()
+    declared = (
+        getattr(text, "max_position_embeddings", None)
+        or getattr(text, "max_seq_len", None)  # of MPT
+        or UNBOUNDED
+    )
+    name = "original_max_position_embeddings"
+    borders = [
+        one.get(name) or getattr(text, name, None) or declared
+        for one in rope_settings(text)
+        if one.get("rope_type") == LONGROPE
+    ]
+    return int(min([declared, *borders]))

@@ -125,4 +125,4 @@ def test_lm_eval_runs(
     words += ["--include_path", str(folder), "--output_path", str(folder / "found" / task)]
     words += ["--apply_chat_template"] if "chat" in model else []
     said = run("lmeval", folder, "-m", "lm_eval", "run", *words)
-    assert all(f"|{name} " in said.replace("| ", "|") for name in task.split(","))
+    assert all(f"|{name}|" in said.replace(" ", "") for name in task.split(","))

@@ -7,6 +7,7 @@ from transformers import PreTrainedConfig
 
 UNBOUNDED = 1 << 30  # positions of a model whose context has no end
 LONGROPE = "longrope"
+SPARE = 64  # slots that a cache may have behind its longest text
 
 
 def rope_settings(config: PreTrainedConfig) -> list[Mapping[str, Any]]:
@@ -30,11 +31,9 @@ def context_of(config: PreTrainedConfig) -> int:
     short one. So texts end there, and the short set serves them all.
     """
     text = config.get_text_config()
-    declared = (
-        getattr(text, "max_position_embeddings", None)
-        or getattr(text, "max_seq_len", None)  # of MPT
-        or UNBOUNDED
-    )
+    declared = getattr(text, "max_position_embeddings", None) or UNBOUNDED
+    if declared == UNBOUNDED and (slots := getattr(text, "max_seq_len", None)):
+        declared = slots - SPARE  # of MPT, whose biases are for so many slots of a cache
     name = "original_max_position_embeddings"
     borders = [
         one.get(name) or getattr(text, name, None) or declared

@@ -20,7 +20,7 @@ from draftkit.models.cache import SlotCache
 from draftkit.models.context import rope_types
 from draftkit.models.parallel import Packing
 
-SHORT, LONG = [5, 12, 19, 26], [9, 6, 27, 20, 13, 25, 18, 11]  # ids of every vocabulary
+SHORT, LONG = [5, 12, 19, 26], [9, 6, 27, 20, 13, 25, 18, 11]  # ids
 APART = 64  # positions between tokens, at most: over distances frequencies of rope differ most
 FARTHEST = 1 << 17  # no position is larger: some models make a table up to it
 # How far logits may lie apart, relative to their spread over the vocabulary. Rounding alone gives
@@ -89,10 +89,10 @@ def _kind(adapter: Adapter) -> str:
 
 
 def _batch(adapter: Adapter, *texts: list[int]) -> Tensor:
-    """`texts` in the vocabulary of `adapter`, padded on the right."""
+    """`texts`, however small the vocabulary is, padded on the right."""
     width = max(map(len, texts))
     rows = [[*text, *text[-1:] * (width - len(text))] for text in texts]
-    return torch.tensor(rows, device=adapter.device)
+    return torch.tensor(rows, device=adapter.device) % adapter.vocab_size
 
 
 def _given(adapter: Adapter, logits: Tensor) -> Tensor:
@@ -134,8 +134,8 @@ def _packed(adapter: Adapter, last: int, apart: int) -> Tensor:
     """
     positions = [*range(0, apart * len(SHORT), apart), *range(last + 1 - len(LONG), last + 1)]
     texts = [1] * len(SHORT) + [2] * len(LONG)
-    packed = torch.tensor([[*SHORT, *LONG], positions, texts], device=adapter.device).flip(1)
-    row, places, segments = packed[:, None].unbind()
+    places, segments = torch.tensor([[positions], [texts]], device=adapter.device).flip(2)
+    row = _batch(adapter, [*SHORT, *LONG]).flip(1)
     states = adapter.states(row, segments == 1, Packing(places, segments))
     logits = states if adapter.head is None else adapter.head(states)
     return _given(adapter, logits).flip(0)

@@ -244,7 +244,7 @@ def test_a_model_that_takes_no_cache_is_refused(tmp_path, tokenizer):
 
 
 def test_a_drafter_whose_rows_cannot_be_packed_proposes_token_by_token(tmp_path, tokenizer):
-    shape = {"d_model": 16, "n_layers": 1, "n_heads": 2, "max_seq_len": 64, "vocab_size": 310}
+    shape = {"d_model": 16, "n_layers": 1, "n_heads": 2, "max_seq_len": 128, "vocab_size": 310}
     folder = saved(tmp_path / "mpt", MptConfig(**shape), tokenizer)
     target, draft = target_of(folder), DraftConfig(path=str(folder))
     assert target.adapter.max_positions == 64

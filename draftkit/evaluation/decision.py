@@ -13,6 +13,7 @@ from rich.table import Table
 from draftkit.config import flatten
 from draftkit.evaluation import page, report
 from draftkit.evaluation.breakdown import ENTROPIES, UNSURE
+from draftkit.evaluation.choice import HYBRID
 from draftkit.evaluation.page import Answer, Figure, Page, Section
 from draftkit.evaluation.report import interval
 from draftkit.theory.acceptance import LEAST_UNITS
@@ -87,6 +88,8 @@ def answers(judged: Mapping[str, Any]) -> list[Answer]:
         f"by {report.WAYS.get(use, use)}, {way['gamma']} proposals a round: {new:.0f} tokens a "
         f"second in place of {plain:.0f}, from request to last token"
     )
+    if use == HYBRID and (rivals := len(judged["ways"]) - 1) > 1:
+        words += f"; the interval allows for a choice of {rivals} ways"
     speedup = _times(way["speedup"]["end_to_end"])
     given = [Answer("How much faster will my server be?", *speedup, words)]
     for other, over in judged["speedup_over"].items():

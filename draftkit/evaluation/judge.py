@@ -69,7 +69,7 @@ class Measured:
     scored: Mapping[str, PromptTotals]
     timed: Mapping[str, Timed]
     costs: Mapping[str, Costs]  # c and v at its number of proposals
-    lossless: Mapping[str, Losslessness]
+    lossless: Mapping[str, Losslessness]  # of drafts, and of other ways that were checked
     compile_seconds: float = 0.0  # for all drafts together; in none of the times
 
 
@@ -77,11 +77,6 @@ def proposer_of(target: Adapter, draft: Adapter, prompts: Prompts, config: Confi
     """What proposes in real decoding, as `decode.proposer` says: `draft`, or what needs none."""
     texts = prompts.texts or (lambda: prompts.calibration)
     return PROPOSERS[config.decode.proposer](lambda: draft, texts, target)
-
-
-def judged_names(drafts: Mapping[str, object], config: Config) -> list[str]:
-    """By which names proposers are judged: of proposers without a draft there is one, the last."""
-    return [*drafts] if config.decode.has_drafter else [*drafts][-1:]
 
 
 def gather(
@@ -150,7 +145,7 @@ def gather(
         scored,
         {LOOKUP: timed[last]} | timed | {name: timed[key] for name, key in same.items()},
         {name: meters[key].costs(gammas[key]) for name, key in same.items()},
-        {name: lossless[key] for name, key in same.items()},
+        {**lossless, **{name: lossless[key] for name, key in same.items()}},
         compiling,
     )
 
@@ -251,7 +246,7 @@ def check_lossless(
     config: Config,
     note: Callable[[str], None],
 ) -> dict[str, Losslessness]:
-    """Greedy identity of every draft, as it is served, in the dtype of `evaluate.lossless`.
+    """Greedy identity of every way that may be named, in the dtype of `evaluate.lossless`.
 
     For float32 `target` is held in it meanwhile, in place.
     """
@@ -267,18 +262,16 @@ def check_lossless(
         why = f", as float32 takes {needed / 1e9:.1f} GB more and {free / 1e9:.1f} GB are free"
     dtype = target.adapter.dtype if served else torch.float32
     name = str(dtype).removeprefix("torch.")
-    note(f"losslessness: greedy decoding with and without the draft, in {name}{why * served}")
+    note(f"losslessness: greedy decoding with and without proposals, in {name}{why * served}")
     with nullcontext() if served else in_float32(target.adapter):
         held = None if served else torch.float32
         loaded: dict[str, Adapter] = {
             name: load_draft(draft, target, dtype=held) for name, draft in drafts.items()
         }
+        ways = ways_of(target.adapter, loaded, prompts, config)
         return greedy_identity(
             target.adapter,
-            {
-                name: proposer_of(target.adapter, loaded[name], prompts, config)
-                for name in judged_names(drafts, config)
-            },
+            {name: make() for name, make in ways.items()},
             texts,
             max_new_tokens=options.max_new_tokens,
             gamma=max(config.proposals, 1),

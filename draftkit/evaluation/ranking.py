@@ -22,9 +22,8 @@ from draftkit.theory.acceptance import (
     Rate,
     estimate,
     gain_p_value,
-    student_t_quantile,
-    student_t_tail,
 )
+from draftkit.theory.tails import student_t_quantile, student_t_tail
 
 LEVEL = 0.05
 Z = NormalDist().inv_cdf(0.975)

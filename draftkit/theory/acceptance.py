@@ -25,9 +25,10 @@ text, answers to one prompt and turns of one chat are not independent, so all th
 is summed before anything is compared. What one document does to a number is read off by leaving it
 out, which for a ratio is the residual divided by 1 minus its share (HC3: MacKinnon and White,
 Journal of Econometrics 29, 1985); the interval is Student's t with degrees of freedom that fall
-where few documents hold most tokens. Intervals, verdict and gate are this one computation: of
-proportions on the log-odds, of speed-ups on the logarithm. This module knows no models and no
-decoder.
+where few documents hold most tokens. Where long documents have another rate than short ones, the
+estimate is skewed, since few documents stand for those that decide: then the end on that side lies
+further away (`tails.reach`). Intervals, verdict and gate are this one computation: of proportions
+on the log-odds, of speed-ups on the logarithm. This module knows no models and no decoder.
 Shapes: V vocabulary, P prompts, T tokens of a text.
 """
 
@@ -35,7 +36,6 @@ import math
 import operator
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +43,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
+from draftkit.theory.tails import reach, student_t_quantile, student_t_tail, unskewed
 from draftkit.theory.warping import promote
 
 
@@ -250,15 +251,24 @@ def log_ratio(rate: Tensor, other: Tensor) -> Tensor:
     return (rate / other).log()
 
 
-def _jackknife(*rates: Rate, compare: Compare) -> tuple[Estimate, float, float]:
-    """What `compare` makes of `rates`, without an interval; its error, by leaving out one document
-    after the other; and the degrees of freedom of the error.
+class _Jackknife(NamedTuple):
+    """A number without an interval, its error, the degrees of freedom of that, and its skewness."""
+
+    number: Estimate
+    error: float
+    degrees: float
+    skewness: float
+
+
+def _jackknife(*rates: Rate, compare: Compare) -> _Jackknife:
+    """What `compare` makes of `rates`, and its error, by leaving out one document after the other.
 
     With D documents, theta of all and theta_i of all but document i, and w_i the share of document
     i in the counts (the mean of its shares where there are several rates),
 
-        error^2 = D / (D - 1) sum_i (theta_i - theta)^2
+        error^2 = D / (D - 1) sum_i (theta - theta_i)^2
         degrees = sum_i w_i^2 / sum_i w_i^3
+        skewness = sum_i (theta - theta_i)^3 / (sum_i (theta - theta_i)^2)^1.5
 
     For a rate theta_i - theta is -(t_i - r n_i) / (N (1 - w_i)). Degrees are D for documents of one
     length. They lie between what is right where the tokens of a document are independent,
@@ -285,12 +295,13 @@ def _jackknife(*rates: Rate, compare: Compare) -> tuple[Estimate, float, float]:
     totals, documents = table.sum(0), len(table)
     value, without = statistic(totals), statistic(totals - table)
     shares = (table[:, 1::2] / totals[1::2]).mean(-1)
-    error = math.nan
-    if documents > 1:
-        error = float(((without - value).square().sum() * documents / (documents - 1)).sqrt())
+    moved = value - without
+    squares = moved.square().sum()
+    error = math.sqrt(squares * documents / (documents - 1)) if documents > 1 else math.nan
     degrees = float(shares.square().sum() / shares.pow(3).sum())
+    skewness = float(moved.pow(3).sum() / squares**1.5) if error else 0.0
     number = Estimate(float(value), -math.inf, math.inf, int(totals[1]), prompts, documents)
-    return number, error, degrees
+    return _Jackknife(number, error, degrees, skewness)
 
 
 def estimate(
@@ -302,19 +313,20 @@ def estimate(
     a gain. `n` are the counts of the first. There is no interval for under `least` documents;
     `tail` is the probability outside of it on either side, where it is looked at once.
     """
-    number, error, degrees = _jackknife(*rates, compare=compare)
+    number, error, degrees, skewness = _jackknife(*rates, compare=compare)
     if number.documents < max(2, least):
         return number
-    width = student_t_quantile(degrees, tail) * error
-    return replace(number, low=number.mean - width, high=number.mean + width)
+    t = student_t_quantile(degrees, tail)
+    low, high = number.mean - error * reach(t, -skewness), number.mean + error * reach(t, skewness)
+    return replace(number, low=low, high=high)
 
 
 def proportion(rate: Rate) -> Estimate:
     """A rate between 0 and 1, as alpha is, with its interval, made on the log-odds.
 
-    Near 0 or 1 rates of documents are skewed, and an interval of the rate itself covers 89 to 91 %
-    at 20 documents (alpha 0.05 and 0.95), this one 94 to 96 %. Where one document holds all that
-    was accepted, or refused, there are no log-odds without it: then it is that of `estimate`.
+    Near 0 or 1 errors of the rate itself are not alike up and down, those of its log-odds are.
+    Where one document holds all that was accepted, or refused, there are no log-odds without it:
+    then it is that of `estimate`.
     """
     plain, odds = estimate(rate), estimate(rate, compare=log_odds)
     if not math.isfinite(odds.high):
@@ -336,63 +348,17 @@ def speedup(fast: Rate, slow: Rate, *, tail: float = 0.025) -> Estimate:
 def gain_p_value(*rates: Rate, compare: Compare = operator.sub) -> float:
     """How likely a paired gain this large would be if there were none: one-sided, in [0, 1].
 
-    rates: as `estimate` takes them, those after first. By the error and the degrees of freedom of
-    its interval. NaN where a total is; raises ValueError with fewer than 2 documents.
+    rates: as `estimate` takes them, those after first. By the error, the degrees of freedom and the
+    skewness of its interval. NaN where a total is; raises ValueError with fewer than 2 documents.
     """
-    gain, error, degrees = _jackknife(*rates, compare=compare)
+    gain, error, degrees, skewness = _jackknife(*rates, compare=compare)
     if gain.documents < 2:
         raise ValueError(f"a test needs at least 2 documents with positions, got {gain.documents}")
     if error == 0:
         return math.nan if math.isnan(gain.mean) else float(gain.mean <= 0)
-    return student_t_tail(gain.mean / error, degrees)
-
-
-def student_t_tail(t: float, degrees: float) -> float:
-    """P(T > t) of Student's t, whose degrees of freedom need not be whole; NaN of NaN."""
-    if t <= 0:
-        return 1.0 - student_t_tail(-t, degrees) if t < 0 else 0.5
-    return _incomplete_beta(degrees / 2, 0.5, degrees / (degrees + t * t)) / 2
-
-
-def student_t_quantile(degrees: float, tail: float = 0.025) -> float:
-    """The t that is exceeded with probability `tail`, below one half.
-
-    Newton's method from the normal quantile, which lies below; the tail is convex.
-    """
-    t = NormalDist().inv_cdf(1 - tail)
-    scale = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)
-    for _ in range(100):
-        density = math.exp(scale - (degrees + 1) / 2 * math.log1p(t * t / degrees))
-        step = (student_t_tail(t, degrees) - tail) * math.sqrt(degrees * math.pi) / density
-        t += step
-        if abs(step) < 1e-12 * t:
-            break
-    return t
-
-
-def _incomplete_beta(a: float, b: float, x: float) -> float:
-    """The regularised incomplete beta function I_x(a, b), to about 1e-13.
-
-    By its continued fraction (Abramowitz and Stegun, 26.5.8), evaluated by Lentz's method, on the
-    side on which it converges fast.
-    """
-    if x in (0.0, 1.0):
-        return x
-    if x > (a + 1) / (a + b + 2):
-        return 1 - _incomplete_beta(b, a, 1 - x)
-    ratio, inverse = 1.0, 1 / (1 - (a + b) * x / (a + 1))
-    value = inverse
-    for m in range(1, 1000):
-        for term in (
-            m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)),
-            -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
-        ):
-            inverse, ratio = 1 / (1 + term * inverse), 1 + term / ratio
-            value *= inverse * ratio
-        if abs(inverse * ratio - 1) < 1e-15:
-            break
-    log_front = a * math.log(x) + b * math.log1p(-x) + math.lgamma(a + b)
-    return math.exp(log_front - math.lgamma(a) - math.lgamma(b)) * value / a
+    towards_none = -math.copysign(skewness, skewness * gain.mean)
+    tail = student_t_tail(unskewed(abs(gain.mean) / error, towards_none), degrees)
+    return tail if gain.mean > 0 else 1 - tail
 
 
 def unconditional_rates(accept_counts: Tensor) -> Tensor:

@@ -1,16 +1,21 @@
 """Evaluations of drafters whose truth is known, put together from drawn documents.
 
 `coverage`: how often intervals hold the truth, where answers to one prompt and turns of one chat
-are alike and few documents hold most tokens. `named`: how often a drafter that gains nothing is
+are alike and few documents hold most tokens; `tied_coverage`, where long answers are accepted more
+often than short ones, or less. `starred`: how often the way with the star is stated too high, where
+all are equally good. `named`: how often a drafter that gains nothing is
 named, through all that is chosen on the way: gamma by the measured acceptance and costs, when to
 stop timing by the width of the best interval, and the best of four ways.
 
     python -m tests.evaluation.simulated    # the table of all cells, at full counts
 """
 
+import math
+import operator
 import sys
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,8 +26,9 @@ from draftkit.evaluation.alpha import PromptTotals, estimates
 from draftkit.evaluation.choice import HYBRID, LOOKUP
 from draftkit.evaluation.judge import Measured
 from draftkit.evaluation.lossless import Losslessness
-from draftkit.evaluation.summary import best_of, best_use, summarise, way
+from draftkit.evaluation.summary import best_of, best_use, summarise, ways_beside
 from draftkit.evaluation.walltime import PLAIN, Chunk, FullBatch, Timed, until_certain
+from draftkit.theory.acceptance import Rate, estimate, proportion, speedup
 from draftkit.theory.speedup import Costs
 
 CHATS = 0  # answers a document: 1 to 12, as chats have turns
@@ -78,6 +84,63 @@ def coverage(
         after, before = scored(documents, answers, mean, generator)
         held["alpha"] += not estimates(after)["alpha"].excludes(mean)
         held["gain"] += not after.gain(before).excludes(GAIN)
+    return {name: count / repetitions for name, count in held.items()}
+
+
+# Lengths that go with alpha
+
+TIES = (0.8, -0.8)  # correlation of the log of a document's length with its log-odds of acceptance
+TIED_MEANS = (0.05, 0.5, 0.95)
+TIED_DOCUMENTS = (20, 40, 96)
+
+
+def tied(
+    documents: int, mean: float, tie: float, generator: torch.Generator
+) -> dict[str, tuple[Rate, ...]]:
+    """What is estimated of documents whose lengths go with their acceptance, by its name.
+
+    The drafter before is worse by 0 to 0.3 of the log-odds. Two proposals a round, each of which
+    costs 0.15 of a step.
+    """
+    normal, other, noise, swift = torch.randn(
+        4, documents, generator=generator, dtype=torch.float64
+    )
+    tokens = (4 + SIGMA * (tie * normal + (1 - tie**2) ** 0.5 * other)).exp().clamp(min=4).round()
+    odds = math.log(mean / (1 - mean)) + 0.5 * normal
+    lost = 0.3 * torch.rand(documents, generator=generator, dtype=torch.float64)
+    rate, before = odds.sigmoid(), (odds - lost).sigmoid()
+    accepted = torch.binomial(tokens, rate, generator=generator)
+    kept = torch.binomial(accepted, before / rate, generator=generator)
+    rounds = tokens / tau(rate, 2) * (1 + 0.3 * noise / tokens.sqrt())
+    seconds = 1.3 * rounds * (0.1 * swift).exp()
+    return {
+        "alpha": (Rate(accepted, tokens),),
+        "gain": (Rate(accepted, tokens), Rate(kept, tokens)),
+        "tau": (Rate(tokens, rounds),),
+        "speed-up": (Rate(tokens, seconds), Rate(tokens, tokens)),
+    }
+
+
+MADE = {
+    "alpha": proportion,
+    "gain": partial(estimate, compare=operator.sub),
+    "tau": estimate,
+    "speed-up": speedup,
+}
+
+
+def tied_coverage(
+    documents: int, mean: float, tie: float, *, repetitions: int, seed: int = 0
+) -> dict[str, float]:
+    """The share of such evaluations in which each interval holds the truth."""
+    generator = torch.Generator().manual_seed(seed)
+    many = tied(1_000_000, mean, tie, generator)
+    truth = {name: make(*many[name]).mean for name, make in MADE.items()}
+    held = dict.fromkeys(MADE, 0)
+    for _ in range(repetitions):
+        drawn = tied(documents, mean, tie, generator)
+        for name, make in MADE.items():
+            held[name] += not make(*drawn[name]).excludes(truth[name])
     return {name: count / repetitions for name, count in held.items()}
 
 
@@ -146,11 +209,19 @@ class Nothing:
         normal = torch.randn(len(gains), generator=generator, dtype=torch.float64)
         noise = (self.noise * normal - self.noise**2 / 2).exp()
         seconds = 0.02 * tokens / gains * noise
-        chunks = []
-        for count, time in zip(tokens.long().tolist(), seconds.tolist(), strict=True):
-            answer = Completion([], range(count), accept_counts=[count, 0])
-            chunks.append(Chunk(0.01, time, [answer], FullBatch(time, count, count, count)))
-        return Timed(chunks, names, gamma=1)
+        return chunked(tokens, seconds, names)
+
+
+def chunked(tokens: Tensor, seconds: Tensor, names: list[Hashable]) -> Timed:
+    """A chunk of each document."""
+    chunks = []
+    for count, time in zip(tokens.long().tolist(), seconds.tolist(), strict=True):
+        answer = Completion([], range(count), accept_counts=[count, 0])
+        chunks.append(Chunk(0.01, time, [answer], FullBatch(time, count, count, count)))
+    return Timed(chunks, names, gamma=1)
+
+
+WAYS = {LOOKUP: LOOKUP, "drafter": "after", HYBRID: HYBRID, "before": "before"}
 
 
 def tau(rate: Tensor, gamma: int) -> Tensor:
@@ -180,9 +251,7 @@ def named(documents: int, *, noise: float, repetitions: int, seed: int = 0) -> d
         measured = nothing.measured(generator)
         measured = replace(measured, timed=stopped(measured.timed))
         timed, summary = measured.timed, summarise(measured, "after", SamplingConfig(), CONFIG)
-        own, plain = measured.lossless["after"], timed[PLAIN]
-        ways = {LOOKUP: way(timed[LOOKUP], plain), "drafter": way(timed["after"], plain, own)}
-        ways |= {name: way(timed[name], plain, own) for name in (HYBRID, "before")}
+        ways = ways_beside(timed, WAYS, "drafter", measured.lossless)
         use = best_use(summary, ways)
         found = [use["verdict"] == "deploy", best_of(ways, "drafter") != "none"]
         whole = summary["speedup"]["end_to_end"]
@@ -193,6 +262,28 @@ def named(documents: int, *, noise: float, repetitions: int, seed: int = 0) -> d
     return {name: count / repetitions for name, count in counts.items()}
 
 
+LIKENESS = (0.0, 0.7)  # correlation of the log of the times of two ways on a document
+
+
+def starred(
+    documents: int, speed: float, likeness: float, *, repetitions: int, seed: int = 0
+) -> float:
+    """How often the interval of the way with the star lies above the speed-up of all four ways."""
+    generator, high = torch.Generator().manual_seed(seed), 0
+    names = [f"document {number}" for number in range(documents)]
+    for _ in range(repetitions):
+        common, *own = torch.randn(5, documents, generator=generator, dtype=torch.float64)
+        tokens = lengths(documents, generator, most=256)
+        timed = {PLAIN: chunked(tokens, tokens, names)}
+        for name, normal in zip(WAYS.values(), own, strict=True):
+            factor = 0.2 * (likeness**0.5 * common + (1 - likeness) ** 0.5 * normal)
+            timed[name] = chunked(tokens, tokens / speed * (factor - 0.02).exp(), names)
+        ways = ways_beside(timed, WAYS, "drafter", {})
+        best = best_of(ways, "drafter")
+        high += best != "none" and ways[best]["speedup"]["end_to_end"]["ci95"][0] > speed
+    return high / repetitions
+
+
 def table() -> Iterator[str]:
     """Every cell at full counts, a line each."""
     for answers in ANSWERS:
@@ -201,6 +292,15 @@ def table() -> Iterator[str]:
                 held = coverage(documents, answers, mean, repetitions=5000)
                 label = f"{answers or 'chats':>5} answers, {documents:2} documents, mean {mean}"
                 yield f"{label}: alpha {held['alpha']:.1%}, gain {held['gain']:.1%}"
+    for documents in TIED_DOCUMENTS:
+        for mean in TIED_MEANS:
+            for tie in TIES:
+                held = tied_coverage(documents, mean, tie, repetitions=2000)
+                shares = ", ".join(f"{name} {share:.1%}" for name, share in held.items())
+                yield f"lengths tied by {tie}, {documents:2} documents, mean {mean}: {shares}"
+    for likeness in LIKENESS:
+        high = starred(24, 1.2, likeness, repetitions=5000)
+        yield f"four ways of 1.2, alike by {likeness}: the star is too high in {high:.1%}"
     for documents in (20, EvaluateConfig().timing_prompts):
         for noise in (0.05, 0.35):
             found = named(documents, noise=noise, repetitions=10_000)

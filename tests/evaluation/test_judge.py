@@ -24,9 +24,7 @@ from draftkit.evaluation.judge import (
     Prompts,
     check_lossless,
     float32_bytes,
-    judged_names,
     meters_of,
-    proposer_of,
     timed_rows,
     ways_of,
 )
@@ -237,10 +235,8 @@ def test_each_draft_is_judged_as_it_is_served(name):
     drafts = {"before": relative(target, 2), "after": relative(target, 3)}
     prompts = Prompts([[1, 2, 3]], [[1, 2], [3, 4]])
     config = replace(CONFIG, decode=DecodeConfig(gamma=2, proposer=name))
-    found = {
-        key: proposer_of(target, drafts[key], prompts, config)
-        for key in judged_names(drafts, config)
-    }
+    ways = ways_of(target, drafts, prompts, config)
+    found = {key: make() for key, make in ways.items() if key in drafts}
     if config.decode.has_drafter:
         tables = {key: one.weights()["table"].data_ptr() for key, one in found.items()}
         assert tables == {key: draft.table.data_ptr() for key, draft in drafts.items()}
@@ -290,6 +286,41 @@ def test_the_identity_check_runs_in_the_dtype_that_was_chosen(folder, mode, meth
     assert line.startswith("losslessness: ")
     assert method.split()[-1] in line
     assert target.adapter.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("proposer", "ways"),
+    [
+        ("sampled", {"prompt_lookup", "draft", "hybrid"}),
+        ("argmax", {"prompt_lookup", "draft"}),
+        ("bigram", {"prompt_lookup", "draft"}),
+        ("prompt_lookup", {"draft"}),
+    ],
+)
+def test_every_way_that_may_be_named_is_checked_itself(folder, proposer, ways):
+    hardware = HardwareConfig(device="cpu", dtype="float32")
+    target = load_target(TargetConfig(path=str(folder / "target")), hardware)
+    config = Config(
+        evaluate=EvaluateConfig(max_new_tokens=4), decode=DecodeConfig(proposer=proposer)
+    )
+    prompts = Prompts(test=tiny.prompts([5] * 2), calibration=tiny.prompts([5]))
+    drafts = {"draft": DraftConfig(path=str(folder / "draft"))}
+    found = check_lossless(target, drafts, prompts, config, lambda line: None)
+    assert {name for name, one in found.items() if one.compared == 2 and one.passed} == ways
+
+
+def test_a_way_carries_the_check_of_itself():
+    """A hybrid that changes outputs is not named, however fast, though its drafter does not."""
+    made = both(measured(seconds=4.0), measured(seconds=2.0))
+    made = replace(
+        made,
+        timed=made.timed | {"hybrid": lookup(1.0)},
+        lossless=made.lossless | {"hybrid": Losslessness(32, 3, 0)},
+    )
+    summary = compare(made, "after", SERVED, CONFIG)
+    assert summary["ways"]["hybrid"]["lossless"]["statistic"] == 3
+    assert "lossless" not in summary["ways"]["prompt_lookup"]  # which was not checked
+    assert (summary["best_of"], summary["use"]) == ("drafter", "sampled")
 
 
 def test_where_float32_does_not_fit_the_served_dtype_is_checked_and_both_sizes_are_said(

@@ -26,9 +26,8 @@ from draftkit.theory.acceptance import (
     estimate,
     gain_p_value,
     speedup,
-    student_t_quantile,
-    student_t_tail,
 )
+from draftkit.theory.tails import student_t_quantile, student_t_tail
 
 EASE, LUCK = 0.1, 0.02  # standard deviations of acceptance: of texts, and of a run on a text
 

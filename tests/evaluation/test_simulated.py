@@ -4,8 +4,22 @@ import pytest
 import torch
 
 from draftkit.config import EvaluateConfig
-from draftkit.theory.acceptance import Rate, estimate, proportion
-from tests.evaluation.simulated import ANSWERS, CHATS, DOCUMENTS, MEANS, coverage, named, rates
+from draftkit.theory.acceptance import Rate, proportion
+from tests.evaluation.simulated import (
+    ANSWERS,
+    CHATS,
+    DOCUMENTS,
+    LIKENESS,
+    MEANS,
+    TIED_DOCUMENTS,
+    TIED_MEANS,
+    TIES,
+    coverage,
+    named,
+    rates,
+    starred,
+    tied_coverage,
+)
 
 
 @pytest.mark.parametrize("answers", [1, 16, CHATS])
@@ -17,14 +31,12 @@ def test_intervals_hold_the_truth_whatever_a_document_is(answers):
 
 @pytest.mark.parametrize("mean", [0.05, 0.95])
 def test_the_interval_of_a_proportion_near_its_end_covers_the_truth(mean: float) -> None:
-    """One of the rate itself does not: of 20 documents it covers 90 %."""
     generator, counts = torch.Generator().manual_seed(2), torch.full((20,), 100.0).double()
-    covered = torch.zeros(2)
+    covered = 0
     for _ in range(1000):
         rate = Rate(torch.binomial(counts, rates(mean, 20, generator), generator=generator), counts)
-        covered += torch.tensor([not f(rate).excludes(mean) for f in (proportion, estimate)])
-    assert 0.93 <= covered[0] / 1000 <= 0.97
-    assert covered[1] / 1000 < 0.92
+        covered += not proportion(rate).excludes(mean)
+    assert 0.93 <= covered / 1000 <= 0.97
 
 
 @pytest.mark.soak
@@ -34,6 +46,34 @@ def test_the_interval_of_a_proportion_near_its_end_covers_the_truth(mean: float)
 def test_intervals_hold_the_truth_in_every_cell(answers, documents, mean):
     for share in coverage(documents, answers, mean, repetitions=5000).values():
         assert 0.93 <= share <= 0.97
+
+
+def test_intervals_hold_the_truth_where_lengths_go_with_alpha():
+    """Of 200, 93 % less two and a half standard errors; without skewness it is 84 %."""
+    assert tied_coverage(40, 0.05, 0.8, repetitions=200)["alpha"] >= 0.885
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("tie", TIES)
+@pytest.mark.parametrize("mean", TIED_MEANS)
+@pytest.mark.parametrize("documents", TIED_DOCUMENTS)
+def test_intervals_hold_the_truth_in_every_cell_where_lengths_go_with_alpha(documents, mean, tie):
+    """Alpha is what goes with length most; docs/numbers.md says where the others fall short."""
+    held = tied_coverage(documents, mean, tie, repetitions=2000)
+    assert 0.93 <= held.pop("alpha") <= 0.97
+    assert min(held.values()) >= 0.90
+
+
+@pytest.mark.parametrize("likeness", LIKENESS)
+def test_the_way_with_the_star_is_rarely_stated_too_high(likeness):
+    """5 % are allowed: of 100, 5, of which 11 are two and a half standard errors more."""
+    assert starred(24, 1.2, likeness, repetitions=100) <= 0.11
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("likeness", LIKENESS)
+def test_the_way_with_the_star_is_stated_too_high_in_at_most_five_of_a_hundred(likeness):
+    assert starred(24, 1.2, likeness, repetitions=5000) <= 0.05 + 2 * (0.05 * 0.95 / 5000) ** 0.5
 
 
 def test_ways_that_gain_nothing_are_rarely_named():

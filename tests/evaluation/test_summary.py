@@ -3,10 +3,13 @@
 import math
 
 import pytest
+import torch
 
 from draftkit.evaluation.lossless import NOT_CHECKED, Losslessness
-from draftkit.evaluation.summary import best_of, best_use, verdict
-from draftkit.theory.acceptance import Estimate
+from draftkit.evaluation.summary import best_of, best_use, verdict, ways_beside
+from draftkit.evaluation.walltime import LOOK_TAIL, PLAIN
+from draftkit.theory.acceptance import Estimate, speedup
+from tests.evaluation.simulated import WAYS, chunked
 
 NAN = float("nan")
 EXACT = Losslessness(compared=32, mismatches=0, near_ties=0)
@@ -137,3 +140,16 @@ def test_a_drafter_that_loses_alone_is_not_turned_down_while_its_hybrid_may_gain
 def test_what_loses_exactness_or_has_no_interval_is_judged_as_before():
     assert used("do_not_deploy", way(2.0, 1.9), passed=False)[1:] == ("do_not_deploy", "alone")
     assert used("inconclusive", way(2.0, None, None))[1:] == ("inconclusive", "alone")
+
+
+def test_a_way_beside_the_judged_one_has_the_interval_of_one_that_was_chosen():
+    """Three of them leave out a third each of what the judged one leaves out."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = 50 + 100 * torch.rand(24, generator=generator, dtype=torch.float64)
+    noise = torch.randn(24, generator=generator, dtype=torch.float64)
+    one = chunked(tokens, tokens / 1.2 * (0.1 * noise).exp(), [*range(24)])
+    timed = {PLAIN: chunked(tokens, tokens, [*range(24)])} | dict.fromkeys(WAYS.values(), one)
+    ways = ways_beside(timed, WAYS, "drafter", {})
+    for name, tail in {**dict.fromkeys(WAYS, LOOK_TAIL / 3), "drafter": LOOK_TAIL}.items():
+        expected = speedup(one.answers, timed[PLAIN].answers, tail=tail)
+        assert ways[name]["speedup"]["end_to_end"]["ci95"] == expected.ci95

@@ -26,10 +26,9 @@ from draftkit.theory.acceptance import (
     sampled_acceptance,
     sampled_share,
     speedup,
-    student_t_quantile,
-    student_t_tail,
 )
 from draftkit.theory.speedup import expected_tokens
+from draftkit.theory.tails import reach, student_t_quantile, student_t_tail, unskewed
 from draftkit.theory.verification import VERIFIERS
 from tests.theory.laws import measure_round
 
@@ -153,15 +152,18 @@ def test_the_interval_covers_the_truth_at_its_level_where_positions_of_a_prompt_
 
 
 def test_the_interval_is_that_of_the_formulas_by_hand() -> None:
-    """Residuals over 1 - share (HC3), and Student's t of scipy at the effective documents."""
+    """Residuals over 1 - share (HC3), and Student's t of scipy at the effective documents, which
+    lies where `unskewed` has the ends."""
     totals, counts = correlated_prompts(torch.Generator().manual_seed(4), prompts=25)
     t, n = totals.double().numpy(), counts.double().numpy()
     share, rate = n / n.sum(), t.sum() / n.sum()
     moved = (t - rate * n) / n.sum() / (1 - share)
     error = ((moved**2).sum() * 25 / 24) ** 0.5
-    width = stats.t.isf(0.025, (share**2).sum() / (share**3).sum()) * error
+    skewness = (moved**3).sum() / (moved**2).sum() ** 1.5
     found = estimate(Rate(totals, counts))
-    assert [found.low, found.high] == pytest.approx([rate - width, rate + width], rel=1e-9)
+    ends = ((rate - found.low) / error, -skewness), ((found.high - rate) / error, skewness)
+    edge = stats.t.isf(0.025, (share**2).sum() / (share**3).sum())
+    assert [unskewed(*end) for end in ends] == pytest.approx([edge, edge], rel=1e-9)
 
 
 def test_the_interval_of_a_proportion_is_that_of_its_log_odds() -> None:
@@ -172,9 +174,12 @@ def test_the_interval_of_a_proportion_is_that_of_its_log_odds() -> None:
     odds, left = np.log(t.sum() / (n - t).sum()), np.log(without / (1 - without))
     error = (((left - odds) ** 2).sum() * 25 / 24) ** 0.5
     share = n / n.sum()
-    width = stats.t.isf(0.025, (share**2).sum() / (share**3).sum()) * error
+    edge = stats.t.isf(0.025, (share**2).sum() / (share**3).sum())
+    moved = odds - left
+    skewness = (moved**3).sum() / (moved**2).sum() ** 1.5
+    widths = np.array([-reach(edge, -skewness), reach(edge, skewness)]) * error
     found = proportion(Rate(totals, counts))
-    ends = 1 / (1 + np.exp(-np.array([odds - width, odds + width])))
+    ends = 1 / (1 + np.exp(-(odds + widths)))
     assert [found.low, found.high] == pytest.approx(ends.tolist(), rel=1e-9)
     assert found.mean == pytest.approx(t.sum() / n.sum(), rel=1e-12)
 
@@ -289,13 +294,18 @@ def test_the_tail_of_student_s_t_is_that_of_scipy(degrees: float) -> None:
 
 
 def test_with_answers_of_one_length_the_test_of_a_gain_is_nearly_the_paired_t_test() -> None:
-    """Leaving one out divides residuals by 1 - 1 / 23, and takes 23 degrees for 22."""
+    """Leaving one out divides residuals by 1 - 1 / 24, and takes 24 degrees for 23.
+
+    Where gains are not skewed: each stands beside one as far on the other side of their mean.
+    """
     generator = torch.Generator().manual_seed(1)
-    after, before = torch.rand(2, 23, generator=generator, dtype=torch.float64)
+    drawn = torch.rand(2, 12, generator=generator, dtype=torch.float64)
+    after, before = torch.cat([drawn, 1 - drawn], dim=1)
+    after = after + 0.1
     counts = torch.full_like(after, 10)
     found = gain_p_value(Rate(after * 10, counts), Rate(before * 10, counts))
-    t = stats.ttest_rel(after.numpy(), before.numpy()).statistic * 22 / 23
-    assert found == pytest.approx(float(stats.t.sf(t, 23)), rel=1e-8)
+    t = stats.ttest_rel(after.numpy(), before.numpy()).statistic * 23 / 24
+    assert found == pytest.approx(float(stats.t.sf(t, 24)), rel=1e-8)
 
 
 def test_the_test_of_a_gain_refuses_nothing_to_compare_and_keeps_nan() -> None:

@@ -5,6 +5,7 @@ OpenAI's HTTP API: greedy ones, and at a temperature above 0 also sampled ones o
 (`decode.gamma`: the proposals a pass). No model is loaded. OPENAI_API_KEY is sent if it is set.
 """
 
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,10 @@ DIFFERENT = 3  # the exit code of servers that get no certificate
 SAMPLED_PROMPTS, SAMPLES = 24, 256  # many answers to one prompt see more than few to many
 SAME_MODEL = 0.1  # nats by which the log-probabilities of a first token may differ
 WORDS = {True: "passed", False: "FAILED", None: "no power"}
+FORMS = {
+    "temperature": "if the temperature is another one",
+    "repeats": "if one answer stands in place of others",
+}
 
 
 def endpoints(config: Config) -> list[Endpoint]:
@@ -51,13 +56,15 @@ def show(config: Config, folder: Path) -> None:
         f"{greedy['near_ties']} part at near-ties ({greedy['rounding_nats']:.1g} nats)"
     )
     if sampled:
-        bias = sampled["smallest_bias"]
-        seen = "no bias" if bias is None else f"a bias of {bias:.3f} in total variation"
         print(
             f"temperature {config.sampling.temperature:g}: {WORDS[sampled['passed']]}, "
-            f"p = {sampled['p_value']:.3f} of {sampled['method']}, {sampled['answers'][0]} answers "
-            f"a server\n    {seen} would be seen with 90 % power at level {sampled['level']:g}"
+            f"p = {sampled['p_value']:.3f}, {sampled['answers'][0]} answers a server\n"
+            f"    compared: {sampled['method']}\n"
+            f"    would be seen with 90 % power at level {sampled['level']:g}, in total variation:"
         )
+        ranked = sorted(sampled["biases"].items(), key=lambda one: -(one[1] or math.inf))
+        for form, bias in ranked:
+            print(f"    {'none' if bias is None else f'{bias:.3f} or more'}, {FORMS[form]}")
     verdict = "CERTIFIED" if summary["certified"] else "NOT CERTIFIED"
     print(f"{verdict}: {config.certify['with']} against {config.certify['without']}", flush=True)
 

@@ -88,6 +88,9 @@ def test_draftkits_own_server_is_certified(
     printed = capsys.readouterr().out
     assert "greedy: passed, 24 of 24 answers are equal" in printed
     assert "would be seen with 90 % power at level 0.01" in printed
+    forms = ["if the temperature is another one", "if one answer stands in place of others"]
+    assert [printed.count(form) for form in forms] == [1, 1]
+    assert max(map(len, printed.split("greedy: ")[1].splitlines()[:6])) <= 80
     assert "\nCERTIFIED: http://127.0.0.1:" in printed
 
 

@@ -1,14 +1,20 @@
 """What more training text would give: the acceptance of three or more runs, carried on.
 
-A run's alpha follows a power law of its number of texts n, with a limit,
+A run's alpha grows with its number of texts n, in units of the largest run,
 
-    alpha(n) = last + gain (1 - n^-c) / (2^c - 1) + a deviation of the run,
+    alpha(n) = last + gain (f(n) - f(1)) / (f(1) - f(least)) + a deviation of the run
+    f(n) = -(n + b)^-c
 
-the form in which losses fall with data (Hestness et al., arXiv 1712.00409; Kaplan et al., arXiv
-2001.08361). With n in units of the largest run, `last` is alpha there and `gain` that of the last
-doubling. Three runs do not tell c. The forecast is therefore an average over all c from -0.2 (each
-doubling gains 1.15 times the one before, as early in training) over 0 (each gains the same) to 1
-(each gains half of the one before), weighted by how well they fit.
+so `last` is alpha of the largest run and `gain` what came since the smallest. Three runs tell
+neither b nor c nor the deviation. The forecast is an average over these, weighted by how well they
+fit:
+
+- b = 0 and c from -0.2 (each doubling gains 1.15 times the one before) over 0 (each gains the same)
+  to 3 (each gains an eighth): the power laws by which losses fall with data (Hestness et al., arXiv
+  1712.00409; Kaplan et al., arXiv 2001.08361).
+- c = 1, and c = 20 with b = 20 tau, which is nearly 1 - exp(-n / tau): alpha saturates.
+- The deviation about `DEVIATION`, by a scaled inverse chi square of `DEGREES`. Runs that fit badly
+  widen the interval.
 """
 
 from collections.abc import Sequence
@@ -18,10 +24,13 @@ import torch
 
 LEAST_RUNS = 3
 TIMES = (2, 5, 10)  # the largest run's texts that often
-# Standard deviation of a run's alpha about the law: order of the texts, rounding.
-DEVIATION = 0.003
-EXPONENTS = torch.linspace(-0.2, 1.0, 60, dtype=torch.float64)  # not 0, where both sides vanish
-ALPHAS = torch.linspace(0, 1, 10_001, dtype=torch.float64)
+# Standard deviation of alpha between trainings of one setting: by seed, order of texts, rounding.
+DEVIATION, DEGREES = 0.003, 2
+DEVIATIONS = DEVIATION * torch.logspace(-0.6, 0.8, 10, dtype=torch.float64)
+_POWERS = torch.linspace(-0.2, 3, 80, dtype=torch.float64)  # not 0, where f is constant
+_SCALES = torch.logspace(-1, 0.5, 40, dtype=torch.float64)
+EXPONENTS = torch.cat([_POWERS, torch.ones(40), torch.full((40,), 20.0)])[:, None]
+SHIFTS = torch.cat([torch.zeros(80), _SCALES, 20 * _SCALES])[:, None]
 
 
 def forecast(
@@ -37,24 +46,31 @@ def forecast(
         raise ValueError(f"a forecast needs runs on {LEAST_RUNS} numbers of texts, as n/4, n/2, n")
     sizes = torch.tensor(texts, dtype=torch.float64) / max(texts)
     judged = torch.tensor(alphas, dtype=torch.float64)
-    rows = _rows(sizes)  # [C, R, 2]
+    rows = _rows(sizes, sizes.min())  # [C, R, 2]
     normal = rows.mT @ rows  # [C, 2, 2]
     fitted = torch.linalg.solve(normal, rows.mT @ judged)  # [C, 2]: last, gain
     misfit = (judged - (rows @ fitted[..., None])[..., 0]).square().sum(-1)
-    # The likelihood of c, after last and gain have been integrated out
-    weights = (-misfit / (2 * DEVIATION**2) - normal.logdet() / 2).softmax(0)
-    ahead = _rows(torch.tensor([times], dtype=torch.float64))[:, 0]  # [C, 2]
-    centers = (ahead * fitted).sum(-1)
-    spreads = DEVIATION * (1 + (ahead * torch.linalg.solve(normal, ahead)).sum(-1)).sqrt()
-    below = weights @ torch.special.ndtr((ALPHAS - centers[:, None]) / spreads[:, None])
-    levels = below.new_tensor([(1 - level) / 2, 0.5, (1 + level) / 2])
-    at = torch.searchsorted(below, levels).clamp(max=len(ALPHAS) - 1)
-    low, median, high = ALPHAS[at].tolist()
-    return {"mean": median, "interval": [low, high], "level": level, "times": times}
+    # The likelihood of shape and deviation [C, S], after last and gain have been integrated out.
+    fits = -(misfit[:, None] / DEVIATIONS.square() + normal.logdet()[:, None]) / 2
+    fits = fits - (len(texts) - 2) * DEVIATIONS.log()
+    prior = -DEGREES * (DEVIATIONS.log() + (DEVIATION / DEVIATIONS).square() / 2)
+    weights = (fits + prior).flatten().softmax(0)
+    ahead = _rows(torch.tensor([times], dtype=torch.float64), sizes.min())[:, 0]  # [C, 2]
+    centers = (ahead * fitted).sum(-1, keepdim=True)
+    leverage = (ahead * torch.linalg.solve(normal, ahead)).sum(-1, keepdim=True)
+    spreads = DEVIATIONS * (1 + leverage).sqrt()  # [C, S]
+    levels = torch.tensor([(1 - level) / 2, 0.5, (1 + level) / 2], dtype=torch.float64)
+    low, high = torch.zeros_like(levels), torch.ones_like(levels)
+    for _ in range(20):  # by bisection
+        middle = (low + high) / 2
+        below = torch.special.ndtr((middle[:, None, None] - centers) / spreads).flatten(1) @ weights
+        low, high = middle.where(below < levels, low), middle.where(below >= levels, high)
+    least, median, most = high.tolist()
+    return {"mean": median, "interval": [least, most], "level": level, "times": times}
 
 
-def _rows(sizes: torch.Tensor) -> torch.Tensor:
-    """By exponent, what multiplies last and gain in alpha at `sizes` [R]: [C, R, 2]."""
-    exponents = EXPONENTS[:, None]
-    grown = (1 - sizes**-exponents) / (2**exponents - 1)
+def _rows(sizes: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
+    """By shape, what multiplies last and gain in alpha at `sizes` [R]: [C, R, 2]."""
+    grown, first, last = (-((n + SHIFTS) ** -EXPONENTS) for n in (sizes, least, torch.tensor(1.0)))
+    grown = (grown - last) / (last - first)
     return torch.stack([torch.ones_like(grown), grown], -1)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from draftkit.evaluation.ranking import Difference, Entry, against, speedup_gain
-from draftkit.theory.forecast import LEAST_RUNS, TIMES, forecast
+from draftkit.theory.forecast import DEVIATION, LEAST_RUNS, TIMES, forecast
 
 from .runs import Run
 
@@ -79,6 +79,11 @@ def ranking(runs: Sequence[Run], notes: list[str]) -> Ranking:
         notes.append(
             f"Means of {seeds} seeds, the lowest and the highest. Errors are those between seeds, "
             f"taken as the same in all cells. Left out: {len(runs) - seeds * len(cells)} runs."
+        )
+    elif len({run.weights or run.name for run in runs}) > 1:
+        notes.append(
+            f"Errors between runs that were trained apart hold a deviation of {DEVIATION} in alpha "
+            "for the seed of each."
         )
     made = [pooled(cell) for cell in cells]
     measure, reason = _measure(made)

@@ -18,6 +18,8 @@ from draftkit.evaluation.choice import HYBRID
 from draftkit.evaluation.ranking import Difference, Entry
 from draftkit.evaluation.walltime import PLAIN
 from draftkit.theory.acceptance import Rate
+from draftkit.theory.forecast import DEVIATION
+from draftkit.theory.speedup import expected_tokens
 from draftkit.tracking import FILE_NAME, read_metrics, scalars
 
 from .evaluate import PROMPTS, TIMING
@@ -38,7 +40,7 @@ class Run:
     training. curve: tokens and alpha on validation prompts. entries: by measure, as far as known:
     `alpha`, `gain` of it over the drafter before, `tau` (tokens a pass), and `speedup` (end to end,
     of the drafter's best use). gaps: to the best run by measure, and of alpha to the best run of
-    plain training.
+    plain training. weights: the checksum of the drafter that was judged.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Run:
     gamma: float | None = None
     cost_ratio: float | None = None
     gaps: dict[str, Difference] = field(default_factory=dict)
+    weights: str = ""
 
 
 def stages_of(folder: Path) -> list[str]:
@@ -106,14 +109,28 @@ def judged(
         rates["alpha"] = (Rate.of(positions, scores["documents"]),)
         rates["tau"] = (rate(draft, "rounds"),)
         rates["speedup"] = tuple(rate(way, "prefill_seconds", "seconds") for way in (use, PLAIN))
+    # What a seed does to alpha it does to tokens a pass, and so to their speed.
+    alpha, gamma = flat.get("alpha", 0.0), int(flat.get("gamma", 0))
+    tau = expected_tokens(alpha, gamma)
+    deviations = {"tau": expected_tokens(alpha + DEVIATION, gamma) - tau}
+    deviations["speedup"] = flat.get(keys["speedup"], 0.0) * deviations["tau"] / tau
     entries = {}
     for name, key in keys.items():
         if key in flat:
             limits = (flat.get(f"{key}/low", -math.inf), flat.get(f"{key}/high", math.inf))
             same = texts if name == "alpha" else timed
-            entries[name] = Entry(flat[key], *limits, rates.get(name, ()), same)
+            entries[name] = Entry(
+                *(flat[key], *limits, rates.get(name, ()), same),
+                weights=run.weights,
+                deviation=deviations.get(name, DEVIATION),
+            )
     facts = {key: flat[key] for key in ("verdict", "gamma", "cost_ratio") if key in flat}
     return replace(run, temperature=f"{flat.get('temperature', 1):g}", entries=entries, **facts)
+
+
+def _weights(origin: Mapping[str, Any]) -> str:
+    inputs = origin.get("inputs", {})
+    return str(inputs.get(TRAIN, inputs.get("draft", "")))
 
 
 def _settings(config: Mapping[str, Any], origin: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,12 +155,14 @@ def read_run(folder: Path) -> list[Run]:
     tokens = {0: 0.0} | {one["step"]: one["total_tokens"] for one in lines if "total_tokens" in one}
     held_out = [one for one in lines if one["section"] == "validation" and one["step"] in tokens]
     done = [name for name in stages if (folder / name / SUMMARY).is_file()]
+    manifest = read_json(last / MANIFEST)
     run = Run(
         name=str(folder),
-        settings=_settings(settings, read_json(last / MANIFEST)),
+        settings=_settings(settings, manifest),
         unfinished=[name for name in dict.fromkeys((*stages, EVALUATE)) if name not in done],
         minutes=training["seconds"] / 60 if "seconds" in training else None,
         curve=[(tokens[one["step"]], one["alpha"]) for one in held_out],
+        weights=_weights(manifest),
     )
     parts = summary.get("by_temperature", {}).items()
     return [
@@ -171,7 +190,8 @@ def read_remote(run: str) -> list[Run]:
     for one in uploaded:
         unfinished = [EVALUATE] * (one.state != "finished")
         settings = _settings(one.config, one.config)
-        known = Run(f"{REMOTE}{project}/{one.name}", settings, unfinished)
+        at = f"{REMOTE}{project}/{one.name}"
+        known = Run(at, settings, unfinished, weights=_weights(one.config))
         made.append(judged(known, dict(one.summary)))
     return made
 

@@ -150,8 +150,10 @@ def same_law(
     able = labellings > PERMUTATIONS  # else no statistic is rare enough
     gap = float(np.quantile(null, 1 - LEVEL) - null.mean())
     biases = {
-        form: smallest(*sums[:2], gap, float(null.var())) * sums[2] / compared if able else np.inf
-        for form, sums in forms.items()
+        form: smallest(added, cross, gap, float(null.var())) * changed / compared
+        if able
+        else np.inf
+        for form, (added, cross, changed) in forms.items()
     }
     bias = max(biases.values())
     return {

@@ -5,6 +5,10 @@ best of many was picked by the data that then compare it with the others, so it 
 been lucky. Therefore a comparison counts as one of all pairs that could have been picked,
 k (k - 1) / 2 of k entries, in Holm's procedure (Scand. J. Statist. 6, 1979): where all are equal,
 any is called better than another in at most 5 of 100 comparisons.
+
+Settings are compared, not weights: another seed would have trained other ones. The error of a
+difference between runs that were trained apart therefore holds the deviation between seeds of both,
+beside that of documents. Where cells have several seeds, these tell it.
 """
 
 import math
@@ -23,6 +27,7 @@ from draftkit.theory.acceptance import (
     estimate,
     gain_p_value,
 )
+from draftkit.theory.forecast import DEVIATION
 from draftkit.theory.tails import student_t_quantile, student_t_tail
 
 LEVEL = 0.05
@@ -33,7 +38,9 @@ class Entry(NamedTuple):
     """A measured number, its 95 % interval (infinite where there is none), and what it is made of.
 
     rates: by prompt or by chunk of `texts`; empty where they were not kept. by_seed: the numbers of
-    the seeds of a cell; all entries of a comparison have the same seeds, or none.
+    the seeds of a cell; all entries of a comparison have the same seeds, or none. weights: the
+    checksum of what was trained; without one it counts as trained apart from all others. deviation:
+    of the number between trainings that differ in their seed alone.
     """
 
     mean: float
@@ -42,6 +49,8 @@ class Entry(NamedTuple):
     rates: tuple[Rate, ...] = ()
     texts: str = ""
     by_seed: tuple[float, ...] = ()
+    weights: str = ""
+    deviation: float = DEVIATION
 
 
 class Difference(NamedTuple):
@@ -72,9 +81,11 @@ def difference(one: Entry, other: Entry, compare: Compare = operator.sub) -> Dif
     compare: makes it of their rates. What one has timed further than the other is left out. Others
     are taken as independent, by their intervals: too careful a test where their texts are alike.
     """
+    apart = not one.weights or one.weights != other.weights
+    seeds = math.hypot(one.deviation, other.deviation) * apart
     if not (one.rates and other.rates and one.texts == other.texts):
         mean = one.mean - other.mean
-        width = math.hypot(one.high - one.low, other.high - other.low) / 2
+        width = math.hypot((one.high - one.low) / 2, (other.high - other.low) / 2, Z * seeds)
         p_value = 2 * NormalDist().cdf(-Z * abs(mean) / width) if width else 1.0
         return Difference(mean, mean - width, mean + width, p_value, paired=False)
     count = min(len(rate.counts) for rate in (*one.rates, *other.rates))
@@ -85,9 +96,14 @@ def difference(one: Entry, other: Entry, compare: Compare = operator.sub) -> Dif
     gain = estimate(*mine, *theirs, compare=compare)
     if gain.documents < LEAST_UNITS:
         return Difference(gain.mean, gain.low, gain.high, 1.0)
+    # An error that is larger by a factor tests as a gain that is smaller by it.
+    error = (gain.high - gain.low) / 2 / student_t_quantile(gain.documents - 1)
+    factor = math.hypot(error, seeds) / error if error else 1.0
     ordered = (*mine, *theirs) if gain.mean > 0 else (*theirs, *mine)
-    p_value = min(1.0, 2 * gain_p_value(*ordered, compare=compare))
-    return Difference(gain.mean, gain.low, gain.high, p_value)
+    excess = abs(gain.mean) * (1 - 1 / factor)
+    p_value = gain_p_value(*ordered, compare=lambda *rates: compare(*rates) - excess)
+    low, high = (gain.mean + factor * (end - gain.mean) for end in (gain.low, gain.high))
+    return Difference(gain.mean, low, high, min(1.0, 2 * p_value))
 
 
 def seed_difference(values: Tensor, one: int, other: int) -> Difference:

@@ -37,7 +37,6 @@ from draftkit.config import DraftConfig, HardwareConfig, ModelConfig, PretrainCo
 from draftkit.hub import hub_has
 from draftkit.models.adapter import Adapter, CausalAdapter
 from draftkit.models.attention import fit_to_device
-from draftkit.models.context import context_of
 from draftkit.models.devices import resolve_device, resolve_dtype
 from draftkit.models.files import KEPT_IDS, check_weights, unread
 from draftkit.models.lora import save_plain

@@ -11,6 +11,8 @@ import operator
 import pytest
 import torch
 
+from draftkit import distill, evaluate, load_pair
+from draftkit.config import EvaluateConfig, GenerateConfig, OptimConfig
 from draftkit.evaluation.ranking import (
     LEVEL,
     Entry,
@@ -21,13 +23,16 @@ from draftkit.evaluation.ranking import (
     seed_difference,
     speedup_gain,
 )
+from draftkit.models.loading import save_model
 from draftkit.theory.acceptance import (
     Rate,
     estimate,
     gain_p_value,
     speedup,
 )
+from draftkit.theory.forecast import DEVIATION
 from draftkit.theory.tails import student_t_quantile, student_t_tail
+from tests import tiny
 
 EASE, LUCK = 0.1, 0.02  # standard deviations of acceptance: of texts, and of a run on a text
 
@@ -44,8 +49,9 @@ def drawn(runs, documents, generator, *, gains=0.0):
 
 
 def entry_of(rate, texts="c"):
+    """Of weights that all entries share: no seed tells them apart."""
     made = estimate(rate)
-    return Entry(made.mean, made.low, made.high, (rate,), texts)
+    return Entry(made.mean, made.low, made.high, (rate,), texts, weights="w")
 
 
 def unpaired(entry):
@@ -120,7 +126,7 @@ def test_a_best_run_that_is_better_is_called_so():
 def test_a_difference_of_runs_is_the_gain_of_one_over_the_other():
     one, other = drawn(2, 30, torch.Generator().manual_seed(3))
     made, gain = difference(one, other), estimate(*one.rates, *other.rates, compare=operator.sub)
-    assert (made.mean, made.low, made.high) == (gain.mean, gain.low, gain.high)
+    assert made[:3] == pytest.approx((gain.mean, gain.low, gain.high))
     back = difference(other, one)
     assert back.mean == pytest.approx(-made.mean)
     assert back.p_value == pytest.approx(made.p_value)
@@ -150,7 +156,74 @@ def timed(generator, *, gain=1.2, busy=1.0, count=84):
     drafted = busy * (ease + noise[1] + 0.1 * ease.flip(0)).exp() / gain
     rates = tuple(Rate(tokens, seconds) for seconds in (drafted, plain))
     made = speedup(*rates)
-    return Entry(made.mean, made.low, made.high, rates, "c")
+    return Entry(made.mean, made.low, made.high, rates, "c", weights="w")
+
+
+@pytest.mark.parametrize("change", [lambda entry: entry, unpaired])
+def test_the_error_of_runs_that_were_trained_apart_holds_the_deviation_of_both(change):
+    one, other = map(change, drawn(2, 84, torch.Generator().manual_seed(3)))
+    alone, apart = (
+        difference(one._replace(weights=weights, deviation=0.03), other._replace(deviation=0.04))
+        for weights in ("w", "v")
+    )
+    assert apart.mean == alone.mean
+    width, wide = ((gap.high - gap.low) / 2 for gap in (alone, apart))
+    assert math.sqrt(wide**2 - width**2) == pytest.approx(1.97 * 0.05, rel=0.02)
+    t = student_t_quantile(83, apart.p_value / 2)
+    assert t == pytest.approx(abs(apart.mean) / (wide / 1.97), rel=0.05)
+    unknown = difference(one._replace(weights=""), other._replace(weights=""))
+    assert unknown.high - unknown.low > alone.high - alone.low
+
+
+def seeded(repetitions, deviation, weights):
+    """How often two trainings of one setting are called different, which deviate by so much."""
+    generator, count = torch.Generator().manual_seed(9), 0
+    for _ in range(repetitions):
+        luck = deviation * torch.randn(2, 1, generator=generator, dtype=torch.float64)
+        one, other = drawn(2, 84, generator, gains=luck)
+        count += difference(one._replace(weights=weights), other).differs
+    return count / repetitions
+
+
+def test_runs_that_differ_in_their_seed_alone_differ_in_five_of_a_hundred_pairs():
+    """Of 400, 5 % and two and a half standard errors; the mutant takes them for one training."""
+    assert seeded(400, DEVIATION, "other") <= 0.08
+    assert seeded(400, DEVIATION, "w") > 0.16
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_trainings_that_differ_in_their_seed_alone_get_few_stars(tmp_path):
+    """Of 40 pairs of trainings, no training in two of them: 5, three standard errors above 5 %."""
+    target, tokenizer = tiny.model(), tiny.byte_tokenizer()
+    save_model(target, tokenizer, tmp_path / "target")
+    save_model(tiny.related(target, noise=0.3), tokenizer, tmp_path / "draft")
+    pair = load_pair(tmp_path / "target", tmp_path / "draft", dtype="float32")
+    train, test = tiny.prompts([6] * 128, seed=1), tiny.prompts([6] * 96, seed=2)
+    optim = OptimConfig(per_device_train_batch_size=8, learning_rate=1e-3)
+    entries = []
+    for seed in range(80):
+        fitted = distill(
+            pair,
+            train,
+            divergence="tvd",
+            steps=40,
+            max_length=32,
+            seed=seed,
+            generate=GenerateConfig(rollouts=128),
+            optim=optim,
+            evaluate=EvaluateConfig(max_new_tokens=16),
+        )
+        judged = evaluate(
+            pair.with_draft(fitted), test, evaluate=EvaluateConfig(max_new_tokens=32), seed=0
+        )
+        entries.append(entry_of(judged.totals.rate("alpha"))._replace(weights=str(seed)))
+    stars = [
+        one
+        for pair in zip(entries[::2], entries[1::2], strict=True)
+        if (one := difference(*pair)).differs
+    ]
+    assert len(stars) <= 5
 
 
 def test_speed_ups_are_paired_each_over_its_own_plain_decoding():

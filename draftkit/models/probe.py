@@ -40,22 +40,22 @@ def check_passes(adapter: Adapter, name: str) -> None:
         "beside a longer one": lambda: _scored(adapter, SHORT, LONG),
         "in pieces over a cache": lambda: _stepped(adapter),
     }
-    found = {}
+    logits_of = {}
     for how, trial in trials.items():
         try:
-            found[how] = trial()
+            logits_of[how] = trial()
         except Exception as error:  # whatever its code makes of arguments that it does not take
             raise ValueError(
                 f"{name}: {kind} cannot compute a short text {how} ({first_line(error)}): give a "
                 "model that takes positions, masks and a cache"
             ) from error
-    alone = found["alone"]
+    alone = logits_of["alone"]
     if bad := int((~alone.isfinite()).sum()):
         raise ValueError(
             f"{name}: {bad:,} of {alone.numel():,} logits of a short text are no finite numbers: "
             "its weights are damaged, or too large for their precision"
         )
-    others = [how for how, logits in found.items() if _differ(logits, alone)]
+    others = [how for how, logits in logits_of.items() if _differ(logits, alone)]
     last = min(adapter.max_positions, FARTHEST) - 1
     apart = max(1, min(APART, adapter.max_positions // 32))
     with suppress(Exception):  # one that takes no positions does not follow them
@@ -71,14 +71,14 @@ def check_passes(adapter: Adapter, name: str) -> None:
 
 @torch.no_grad()
 def check_packing(adapter: Adapter, name: str) -> None:
-    """Raise ValueError, a line that begins with `name`, for a model that looks at places in a row
+    """Raise ValueError, a line that begins with `name`, for a model that counts positions in the row
     where texts share one.
     """
     with suppress(Exception):  # whatever its code makes of a mask or of positions
         if not _differ(_packed(adapter, len(LONG) - 1, 1), _scored(adapter, SHORT)):
             return
     raise ValueError(
-        f"{name}: {_kind(adapter)} takes positions from places in a row, and drafters that propose "
+        f"{name}: {_kind(adapter)} counts positions in the row, and drafters that propose "
         "in one pass are trained on rows of many texts: use draft.kind=plain"
     )
 
@@ -122,10 +122,12 @@ def _stepped(adapter: Adapter) -> Tensor:
     cache = SlotCache(2, tokens.shape[1] + 2, read.shape[1])
     if adapter.has_encoder:
         adapter.encode(read, lengths=lengths, cache=cache)
-    places = torch.arange(tokens.shape[1], device=adapter.device).expand(2, -1)
-    adapter.prefill(tokens[:, :-end], positions=places[:, :-end], cache=cache)
-    places = places[:, :end] + lengths[:, None] + len(start) - end
-    return _given(adapter, adapter.step(tokens.gather(1, places), positions=places, cache=cache)[0])
+    positions = torch.arange(tokens.shape[1], device=adapter.device).expand(2, -1)
+    adapter.prefill(tokens[:, :-end], positions=positions[:, :-end], cache=cache)
+    positions = positions[:, :end] + lengths[:, None] + len(start) - end
+    return _given(
+        adapter, adapter.step(tokens.gather(1, positions), positions=positions, cache=cache)[0]
+    )
 
 
 def _packed(adapter: Adapter, last: int, apart: int) -> Tensor:
@@ -134,20 +136,20 @@ def _packed(adapter: Adapter, last: int, apart: int) -> Tensor:
     """
     positions = [*range(0, apart * len(SHORT), apart), *range(last + 1 - len(LONG), last + 1)]
     texts = [1] * len(SHORT) + [2] * len(LONG)
-    places, segments = torch.tensor([[positions], [texts]], device=adapter.device).flip(2)
+    positions, segments = torch.tensor([[positions], [texts]], device=adapter.device).flip(2)
     row = _batch(adapter, [*SHORT, *LONG]).flip(1)
-    states = adapter.states(row, segments == 1, Packing(places, segments))
+    states = adapter.states(row, segments == 1, Packing(positions, segments))
     logits = states if adapter.head is None else adapter.head(states)
     return _given(adapter, logits).flip(0)
 
 
-def _differ(found: Tensor, alone: Tensor, share: float = 1.0) -> bool:
+def _differ(logits: Tensor, alone: Tensor, share: float = 1.0) -> bool:
     """Whether most logits [N, V] lie farther than `share` of the tolerance from the last N `alone`.
 
     Most, as by rounding alone a mixture may choose another expert at single tokens.
     """
-    expected = alone[-len(found) :].float()
-    apart = (found.float() - expected).norm(dim=-1)
+    expected = alone[-len(logits) :].float()
+    apart = (logits.float() - expected).norm(dim=-1)
     spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
-    tolerance = share * TOLERANCES.get(found.dtype, TOLERANCE)
+    tolerance = share * TOLERANCES.get(logits.dtype, TOLERANCE)
     return bool((apart <= tolerance * spread).float().mean() < 0.5)

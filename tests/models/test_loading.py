@@ -249,10 +249,10 @@ def test_a_drafter_whose_rows_cannot_be_packed_proposes_token_by_token(tmp_path,
     target, draft = target_of(folder), DraftConfig(path=str(folder))
     assert target.adapter.max_positions == 64
     learner = load_draft(draft, target)  # a plain one is right
-    with pytest.raises(ValueError, match=r"^draft\.kind=pard: mpt takes .*use draft\.kind=plain"):
+    with pytest.raises(ValueError, match=r"^draft\.kind=pard: mpt counts .*use draft\.kind=plain"):
         made_parallel(learner, 4, tokenizer, [])
     saying(pard_token=309, pard_k=4)(folder)
-    with pytest.raises(ValueError, match=r"^draft\.path .*mpt takes .*use draft\.kind=plain"):
+    with pytest.raises(ValueError, match=r"^draft\.path .*mpt counts .*use draft\.kind=plain"):
         load_draft(draft, target)
 
 

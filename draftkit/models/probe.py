@@ -71,8 +71,8 @@ def check_passes(adapter: Adapter, name: str) -> None:
 
 @torch.no_grad()
 def check_packing(adapter: Adapter, name: str) -> None:
-    """Raise ValueError, a line that begins with `name`, for a model that counts positions in the row
-    where texts share one.
+    """Raise ValueError, a line that begins with `name`, for a model that counts positions in the
+    row where texts share one.
     """
     with suppress(Exception):  # whatever its code makes of a mask or of positions
         if not _differ(_packed(adapter, len(LONG) - 1, 1), _scored(adapter, SHORT)):

@@ -23,7 +23,7 @@ from draftkit.evaluation.alpha import PromptTotals, score_drafts
 from draftkit.evaluation.engines import SETTINGS, EngineSetting, drafted_as
 from draftkit.evaluation.report import interval, signed
 from draftkit.models.loading import load_draft, load_target
-from draftkit.theory.acceptance import Rate, estimate
+from draftkit.theory.acceptance import Rate, acceptance_length, estimate
 
 from .command import main
 from .contexts import read_contexts
@@ -81,8 +81,8 @@ def row(setting: EngineSetting, totals: PromptTotals, answers: list[Answer], gam
     difference = estimate(counted, predicted, compare=operator.sub)
     return {
         "drafts": setting.name,
-        "predicted": estimate(predicted).as_dict(),
-        "counted": estimate(counted).as_dict(),
+        "predicted": acceptance_length(predicted, gamma).as_dict(),
+        "counted": acceptance_length(counted, gamma).as_dict(),
         "difference": difference.as_dict(),
         "differs": None if difference.ci95 is None else difference.excludes(0),
     }

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from draftkit.evaluation.alpha import UNCUT, PromptTotals
-from draftkit.theory.acceptance import estimate, proportion
+from draftkit.theory.acceptance import acceptance_length, proportion
 
 SAMPLED, ARGMAX, MATCHED = "alpha", "alpha_greedy_draft", "alpha_exact_match"
 
@@ -86,19 +86,19 @@ def engine_rows(
     for setting in (*([OWN[own]] if own else []), *SETTINGS):
         drafted, mode = drafted_as(setting, scored)
         proposals = setting.gamma or max(gamma, 1)
-        length = drafted.tokens_a_pass(mode, proposals)
+        length = acceptance_length(drafted.tokens_a_pass(mode, proposals), proposals)
         row: dict[str, Any] = {
             "engine": setting.engine,
             "setting": setting.name,
             "mode": mode,
             "gamma": proposals,
             "acceptance": proportion(scored.rate(mode)).as_dict(),
-            "acceptance_length": estimate(length).as_dict(),
+            "acceptance_length": length.as_dict(),
         }
         if best_gammas is not None:
             best = max(best_gammas[mode], 1)
-            length = drafted.tokens_a_pass(mode, best)
-            row["at_best_gamma"] = {"gamma": best, "acceptance_length": estimate(length).as_dict()}
+            length = acceptance_length(drafted.tokens_a_pass(mode, best), best)
+            row["at_best_gamma"] = {"gamma": best, "acceptance_length": length.as_dict()}
         rows.append(row)
     return rows
 

@@ -19,6 +19,7 @@ from draftkit.theory.acceptance import (
     LEAST_UNITS,
     Estimate,
     Rate,
+    acceptance_length,
     chain_acceptance,
     estimate,
     gain_p_value,
@@ -141,7 +142,7 @@ def by_number(
     """
     if mode is None or not taus:
         return {}
-    lengths = {str(number): estimate(tau).as_dict() for number, tau in enumerate(taus, 1)}
+    lengths = {str(k): acceptance_length(tau, k).as_dict() for k, tau in enumerate(taus, 1)}
     return {
         "acceptance_length_by_k": lengths,
         "speedup_by_k": dict(zip(lengths, gained[1:], strict=True)),
@@ -285,7 +286,7 @@ def count_rounds(timed: Timed) -> dict[str, Any]:
     return {
         "alpha_decoding": stated(*((c.acceptance_total, c.tested) for c in done)),
         "acceptance_rate": stated(*((c.accepted, c.drafted) for c in done)),
-        "acceptance_length": estimate(tokens_a_pass(timed)).as_dict(),
+        "acceptance_length": acceptance_length(tokens_a_pass(timed), timed.gamma).as_dict(),
         "acceptance_per_position": unconditional_rates(histogram).tolist(),
         "accept_counts": [int(count) for count in histogram],
     }

@@ -241,11 +241,6 @@ def rate_itself(rate: Tensor) -> Tensor:
     return rate
 
 
-def log_odds(rate: Tensor) -> Tensor:
-    """log(rate / (1 - rate)): errors of a proportion near 0 or 1 are alike up and down here."""
-    return torch.logit(rate)
-
-
 def log_ratio(rate: Tensor, other: Tensor) -> Tensor:
     """log(rate / other): errors of a speed-up are alike up and down on this scale."""
     return (rate / other).log()
@@ -321,18 +316,25 @@ def estimate(
     return replace(number, low=low, high=high)
 
 
-def proportion(rate: Rate) -> Estimate:
-    """A rate between 0 and 1, as alpha is, with its interval, made on the log-odds.
+def proportion(rate: Rate, *, least: float = 0.0, most: float = 1.0) -> Estimate:
+    """A rate between `least` and `most`, as alpha is, with its interval, made on the log-odds.
 
-    Near 0 or 1 errors of the rate itself are not alike up and down, those of its log-odds are.
-    Where one document holds all that was accepted, or refused, there are no log-odds without it:
-    then it is that of `estimate`.
+    Tokens a pass lie between 1 and those of a whole round. Near a bound errors of the rate itself
+    are not alike up and down, those of log((rate - least) / (most - rate)) are. Where one document
+    holds all that was accepted, or refused, there are no log-odds without it: then the interval is
+    that of `estimate`.
     """
-    plain, odds = estimate(rate), estimate(rate, compare=log_odds)
+    plain, wide = estimate(rate), most - least
+    odds = estimate(rate, compare=lambda value: torch.logit((value - least) / wide))
     if not math.isfinite(odds.high):
         return plain
     low, high = torch.tensor([odds.low, odds.high], dtype=torch.float64).sigmoid().tolist()
-    return replace(plain, low=low, high=high)
+    return replace(plain, low=least + wide * low, high=least + wide * high)
+
+
+def acceptance_length(rate: Rate, gamma: int) -> Estimate:
+    """tau of rounds with `gamma` proposals, between 1 and gamma + 1, with its interval."""
+    return proportion(rate, least=1.0, most=gamma + 1.0)
 
 
 def speedup(fast: Rate, slow: Rate, *, tail: float = 0.025) -> Estimate:

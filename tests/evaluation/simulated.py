@@ -28,7 +28,7 @@ from draftkit.evaluation.judge import Measured
 from draftkit.evaluation.lossless import Losslessness
 from draftkit.evaluation.summary import best_of, best_use, summarise, ways_beside
 from draftkit.evaluation.walltime import PLAIN, Chunk, FullBatch, Timed, until_certain
-from draftkit.theory.acceptance import Rate, estimate, proportion, speedup
+from draftkit.theory.acceptance import Rate, acceptance_length, estimate, proportion, speedup
 from draftkit.theory.speedup import Costs
 
 CHATS = 0  # answers a document: 1 to 12, as chats have turns
@@ -124,7 +124,7 @@ def tied(
 MADE = {
     "alpha": proportion,
     "gain": partial(estimate, compare=operator.sub),
-    "tau": estimate,
+    "tau": partial(acceptance_length, gamma=2),
     "speed-up": speedup,
 }
 

@@ -59,10 +59,10 @@ def test_intervals_hold_the_truth_where_lengths_go_with_alpha():
 @pytest.mark.parametrize("mean", TIED_MEANS)
 @pytest.mark.parametrize("documents", TIED_DOCUMENTS)
 def test_intervals_hold_the_truth_in_every_cell_where_lengths_go_with_alpha(documents, mean, tie):
-    """Alpha is what goes with length most; docs/numbers.md says where the others fall short."""
-    held = tied_coverage(documents, mean, tie, repetitions=2000)
-    assert 0.93 <= held.pop("alpha") <= 0.97
-    assert min(held.values()) >= 0.90
+    """93 to 97 %, and two standard errors; gains near 0 or 1, of few tokens, up to 98.5 %."""
+    held = tied_coverage(documents, mean, tie, repetitions=5000)
+    assert 0.925 <= held.pop("gain") <= 0.985
+    assert all(0.923 <= share <= 0.975 for share in held.values())
 
 
 @pytest.mark.parametrize("likeness", LIKENESS)

@@ -13,6 +13,7 @@ from torch import Tensor
 from draftkit.theory.acceptance import (
     Estimate,
     Rate,
+    acceptance_length,
     chain_acceptance,
     estimate,
     exact_match_acceptance,
@@ -182,6 +183,8 @@ def test_the_interval_of_a_proportion_is_that_of_its_log_odds() -> None:
     ends = 1 / (1 + np.exp(-(odds + widths)))
     assert [found.low, found.high] == pytest.approx(ends.tolist(), rel=1e-9)
     assert found.mean == pytest.approx(t.sum() / n.sum(), rel=1e-12)
+    length = acceptance_length(Rate(counts + 3 * totals, counts), gamma=3)  # tau, from 1 to 4
+    assert [length.low, length.high] == pytest.approx((1 + 3 * ends).tolist(), rel=1e-9)
 
 
 @pytest.mark.parametrize("total", [0.0, 50.0])

@@ -65,8 +65,8 @@ def held(
 def test_four_of_five_intervals_hold_the_run_that_follows(
     kind: Callable[[Draw], Callable[[float], float]],
 ) -> None:
-    """Of 80, 70 to 90 % and two and a half standard errors of that."""
-    assert all(0.57 < share < 0.99 for share in held(kind, SIX, DEVIATION, 80))
+    """Of 30, 70 % less two and a half standard errors; the soak counts more."""
+    assert min(held(kind, SIX, DEVIATION, 30)) > 0.5
 
 
 @pytest.mark.soak

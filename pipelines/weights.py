@@ -11,9 +11,10 @@ import torch
 from transformers import PreTrainedConfig
 
 from draftkit.config import Config
+from draftkit.distillation.pretrain import fresh_config
 from draftkit.distillation.ranks import is_first
 from draftkit.models.devices import resolve_device, resolve_dtype
-from draftkit.models.loading import fresh_config, model_config
+from draftkit.models.loading import model_config
 from draftkit.models.memory import free_bytes, weight_count
 from draftkit.models.shrink import cut_shape
 

@@ -162,10 +162,10 @@ def test_ids_are_those_of_the_template_by_every_way(kind: str, count: int, tmp_p
         lines.write_text("".join(json.dumps({"messages": one} | row) + "\n" for one in loose))
         assert prompts_of(lines, tokenizer) == wanted
 
-        columns = [{"messages": written(turns, draw, parts=False, names=False)} for turns in chats]
+        even = [written(turns, draw, parts=False, names=False) for turns in chats]
+        columns = [{"messages": turns, "tools": json.dumps(tools)} for turns in even]
         pq.write_table(pa.Table.from_pylist(columns), tmp_path / "rows.parquet")
-        if tools is None:
-            assert prompts_of(tmp_path / "rows.parquet", tokenizer) == wanted
+        assert prompts_of(tmp_path / "rows.parquet", tokenizer) == wanted
 
         target: Any = SimpleNamespace(
             tokenizer=tokenizer, adapter=SimpleNamespace(vocab_size=len(tokenizer), start_id=None)

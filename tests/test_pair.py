@@ -9,7 +9,8 @@ from transformers import LlamaConfig
 
 from draftkit.artifacts import read_json
 from draftkit.config import Config, SamplingConfig
-from draftkit.models.loading import new_model, save_model
+from draftkit.distillation.pretrain import new_model
+from draftkit.models.loading import save_model
 from pipelines.command import launch
 from pipelines.plan import CONTEXTS, DISTILL, TRAIN
 from pipelines.stage import ensure

@@ -9,7 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import (
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    T5Config,
+)
 
 from draftkit.artifacts import remove
 from draftkit.config import (
@@ -34,12 +40,12 @@ from draftkit.models.adapter import Adapter
 from draftkit.models.devices import resolve_device, resolve_dtype
 from draftkit.models.loading import (
     adapter_of,
+    auto_model,
     decoder_start,
     end_of_text_ids,
     load_model,
     load_tokenizer,
     model_config,
-    new_model,
     save_draft,
 )
 from draftkit.models.shrink import (
@@ -58,6 +64,7 @@ WARMUP, DECAY = 20, 0.1  # one step in so many; weight decay
 WORTH_COMPILING = 1_000  # steps: the passes of a model compile in half a minute
 UNCOUNTED = 10  # every so many-th answer tells the share of answers instead
 CPU = torch.device("cpu")
+CONTEXT = 512  # of a new drafter
 
 
 def make_draft(
@@ -99,6 +106,67 @@ def make_draft(
     texts = texts_to_learn(splits, draft)
     log = reporting("prepare_draft", shape.max_steps, tracker, note)
     pretrain(draft, texts, folder / DRAFT, tokenizer=tokenizer, shape=shape, config=config, log=log)
+
+
+def fresh_config(
+    pretrain: PretrainConfig,
+    target: PreTrainedConfig,
+    vocab_size: int,
+    special: Mapping[str, Any] | None = None,
+) -> PreTrainedConfig:
+    """The shapes of `pretrain` over so many ids, of Llama type, or of T5 type beside such a target.
+
+    special: ids of special tokens by name.
+    """
+    width, layers, heads = pretrain.hidden_size, pretrain.num_hidden_layers, pretrain.heads
+    special = dict(special or {})
+    if target.is_encoder_decoder:
+        return T5Config(
+            vocab_size=vocab_size,
+            d_model=width,
+            d_kv=width // heads,
+            d_ff=2 * width,
+            num_layers=layers,
+            num_decoder_layers=layers,
+            num_heads=heads,
+            feed_forward_proj="gated-gelu",
+            **special,
+        )
+    return LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        **special,
+    )
+
+
+def new_model(
+    pretrain: PretrainConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    target: PreTrainedConfig,
+    *,
+    seed: int,
+    device: torch.device,
+    start: int | None = None,
+) -> PreTrainedModel:
+    """Return a randomly initialised model of `fresh_config`, the same for the same `seed`.
+
+    start: the id that begins the texts of a decoder with an encoder.
+    """
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    special = {name: getattr(tokenizer, name) for name in names}
+    if start is not None:
+        special["decoder_start_token_id"] = start
+    config = fresh_config(pretrain, target, len(tokenizer), special)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = auto_model(config).from_config(config, dtype=torch.float32)
+    return model.to(device)
 
 
 def cut_draft(

@@ -19,11 +19,9 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
     GenerationConfig,
-    LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    T5Config,
 )
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -33,7 +31,7 @@ from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from draftkit.artifacts import atomic_path, first_line
-from draftkit.config import DraftConfig, HardwareConfig, ModelConfig, PretrainConfig, TargetConfig
+from draftkit.config import DraftConfig, HardwareConfig, ModelConfig, TargetConfig
 from draftkit.hub import hub_has
 from draftkit.models.adapter import Adapter, CausalAdapter
 from draftkit.models.attention import fit_to_device
@@ -48,7 +46,6 @@ from draftkit.models.vocabulary import check_same_tokenizer, count_ids, fit_rows
 
 Model = TypeVar("Model", bound=ModelConfig)
 
-CONTEXT = 512  # of a drafter that is built here
 WHOLE = "give a complete folder written by save_pretrained"
 
 
@@ -198,67 +195,6 @@ def check_folder(model: ModelConfig) -> None:
         )
     if not (path / "config.json").is_file():
         raise ValueError(f"{name}: holds no config.json: give a folder written by save_pretrained")
-
-
-def fresh_config(
-    pretrain: PretrainConfig,
-    target: PreTrainedConfig,
-    vocab_size: int,
-    special: Mapping[str, Any] | None = None,
-) -> PreTrainedConfig:
-    """The shapes of `pretrain` over so many ids, of Llama type, or of T5 type beside such a target.
-
-    special: ids of special tokens by name.
-    """
-    width, layers, heads = pretrain.hidden_size, pretrain.num_hidden_layers, pretrain.heads
-    special = dict(special or {})
-    if target.is_encoder_decoder:
-        return T5Config(
-            vocab_size=vocab_size,
-            d_model=width,
-            d_kv=width // heads,
-            d_ff=2 * width,
-            num_layers=layers,
-            num_decoder_layers=layers,
-            num_heads=heads,
-            feed_forward_proj="gated-gelu",
-            **special,
-        )
-    return LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=width,
-        intermediate_size=2 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=True,
-        **special,
-    )
-
-
-def new_model(
-    pretrain: PretrainConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    target: PreTrainedConfig,
-    *,
-    seed: int,
-    device: torch.device,
-    start: int | None = None,
-) -> PreTrainedModel:
-    """Return a randomly initialised model of `fresh_config`, the same for the same `seed`.
-
-    start: the id that begins the texts of a decoder with an encoder.
-    """
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    special = {name: getattr(tokenizer, name) for name in names}
-    if start is not None:
-        special["decoder_start_token_id"] = start
-    config = fresh_config(pretrain, target, len(tokenizer), special)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = auto_model(config).from_config(config, dtype=torch.float32)
-    return model.to(device)
 
 
 def end_of_text_ids(

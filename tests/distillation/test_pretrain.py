@@ -13,9 +13,9 @@ from draftkit.config import Config, DraftConfig, HardwareConfig, PretrainConfig,
 from draftkit.config.text import ShrinkConfig
 from draftkit.data.lengths import Room
 from draftkit.data.prompts import Example, Splits
-from draftkit.distillation.pretrain import full_rows, make_draft
+from draftkit.distillation.pretrain import full_rows, make_draft, new_model
 from draftkit.distillation.ranks import agree
-from draftkit.models.loading import load_model, new_model, save_model
+from draftkit.models.loading import load_model, save_model
 from draftkit.models.shrink import KEPT_IDS, read_kept_ids
 from draftkit.tracking import Tracker, read_metrics
 from tests import tiny

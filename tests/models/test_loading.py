@@ -19,6 +19,7 @@ from transformers import (
 
 from draftkit.config import DraftConfig, HardwareConfig, PretrainConfig, TargetConfig
 from draftkit.distillation.assembly import made_parallel
+from draftkit.distillation.pretrain import new_model
 from draftkit.models.loading import (
     end_of_text_ids,
     load_draft,
@@ -26,7 +27,6 @@ from draftkit.models.loading import (
     load_model,
     load_outline,
     load_target,
-    new_model,
     save_model,
 )
 from draftkit.models.shrink import write_kept_ids

@@ -4,7 +4,7 @@ from draftkit.config import Config
 from draftkit.config.text import CORPUS
 from draftkit.data.lengths import Lengths, lengths_within
 from draftkit.distillation.pretrain import CONTEXT
-from draftkit.models.adapter import context_of
+from draftkit.models.context import context_of
 from draftkit.models.loading import model_config
 
 

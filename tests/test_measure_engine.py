@@ -131,7 +131,7 @@ def measured(tmp_path: Path, pair: Path, monkeypatch: pytest.MonkeyPatch) -> Any
         monkeypatch.setattr(endpoint.httpx, "Client", client)
         paths = [f"{key}.path={pair / key}" for key in ("target", "draft")]
         text = ["data=local", f"data.path={pair.parent / 'rows.jsonl'}", "data.test_fraction=0.4"]
-        size = ["evaluate.prompts=24", "evaluate.max_new_tokens=24", "hardware.threads=1"]
+        size = ["evaluate.prompts=24", "evaluate.max_new_tokens=32", "hardware.threads=1"]
         given = [*paths, *text, *size, "hardware.dtype=float32", "evaluate.draft=given"]
         run = [f"name={tmp_path.name}", f"engine.url={URL}"]
         return launch(MEASURE_ENGINE, smoke(pair.parent, *given, *run, *more))

@@ -12,9 +12,9 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 from draftkit.config import PretrainConfig
 from draftkit.data.corpora import SPLITS, read_documents, split_documents
 from draftkit.data.prompts import make_splits
-from draftkit.distillation.pretrain import pretrain, texts_to_learn
+from draftkit.distillation.pretrain import new_model, pretrain, texts_to_learn
 from draftkit.models.devices import resolve_device
-from draftkit.models.loading import adapter_of, new_model
+from draftkit.models.loading import adapter_of
 from pipelines.configuration import compose_config
 
 SHAPE = PretrainConfig(num_hidden_layers=2, hidden_size=64, max_steps=20)

@@ -17,7 +17,8 @@ from draftkit.config import (
     TargetConfig,
 )
 from draftkit.decoding.proposers import DraftModelProposer
-from draftkit.models.loading import load_draft, load_target, new_model, save_draft, save_model
+from draftkit.distillation.pretrain import new_model
+from draftkit.models.loading import load_draft, load_target, save_draft, save_model
 from draftkit.models.shrink import write_kept_ids
 from draftkit.models.vocabulary import check_same_tokenizer
 from tests import tiny

@@ -124,7 +124,7 @@ def test_a_template_is_given_all_that_a_message_holds(messages: list[dict[str, A
     assert reply.jobs[0].prompt_ids == wanted
     assert reply.prompt_tokens == len(wanted)
     # What training reads of the same messages.
-    row = row_form({"messages": messages}, DataConfig(), "row 1")
+    row = row_form({"messages": messages}, DataConfig())
     assert row["messages"] == parsed
 
 

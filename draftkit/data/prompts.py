@@ -176,7 +176,7 @@ def _in_turn(
     for split in reversed(SPLITS):
         held_out = np.concatenate([prompts[:0], *(prompts[rows] for rows in chosen.values())])
         rows = np.flatnonzero(splits == SPLITS.index(split))
-        rows = rows[~np.isin(prompts[rows], held_out)]
+        rows = rows[~np.isin(prompts[rows], held_out, kind="sort")]  # of hashes, no table
         by_hash = rows[np.argsort(contents[rows], kind="stable")]
         rank = rank_in_group(documents[by_hash])
         chosen[split] = by_hash[np.argsort(rank, kind="stable")]

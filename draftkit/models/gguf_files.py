@@ -12,7 +12,7 @@ No sampling is read from a file. Needs the `gguf` library.
 
 import importlib.metadata
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
@@ -147,7 +147,7 @@ def convert(file: Path, folder: Path, key: str) -> str:
     config = config_of(metadata, tensors.keys(), factors, where)
     kind = sizes.most_common(1)[0][0] if sizes else "F32"
     tokenizer = _tokenizer(metadata, where)
-    model = _model(file, config, DTYPES.get(kind, torch.bfloat16), tensors.keys(), where)
+    model = _model(file, config, DTYPES.get(kind, torch.bfloat16), tensors, where)
     named = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     ends = sorted({one for one in named if one is not None})
     model.generation_config = GenerationConfig(
@@ -174,45 +174,48 @@ def convert(file: Path, folder: Path, key: str) -> str:
 
 
 def _model(
-    file: Path, config: PreTrainedConfig, dtype: torch.dtype, tensors: Iterable[str], where: str
+    file: Path, config: PreTrainedConfig, dtype: torch.dtype, tensors: Mapping[str, Any], where: str
 ) -> PreTrainedModel:
     """The model of `config` with the file's weights, unpacked, in `dtype`.
 
-    Raises ValueError where a weight has no tensor, or one of the `tensors` (names) no weight.
+    Raises ValueError where a weight has no tensor of its shape, or one of the `tensors` no weight.
     """
     from gguf import MODEL_ARCH, get_tensor_name_map
 
-    options: dict[str, Any] = {}
-    if kept_packed := getattr(transformers, "GgufConfig", None):  # older ones unpack in any case
-        options["quantization_config"] = kept_packed(dequantize=True)
-    try:
-        with redirect_stderr(StringIO()):  # where transformers draws a bar that nothing turns off
-            model, report = AutoModelForCausalLM.from_pretrained(
-                str(file.parent),
-                config=config,
-                gguf_file=file.name,
-                dtype=dtype,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are refused below
-                **options,
-            )
-    except UNREADABLE as error:
-        reason = first_line(error)
-        raise ValueError(f"{where}: transformers does not read it ({reason}): {REMEDY}") from error
-    absent = [*map(str, (*report["missing_keys"], *report["mismatched_keys"]))]
+    names = get_tensor_name_map(MODEL_ARCH[config.model_type.upper()], config.num_hidden_layers)
+    with torch.device("meta"):
+        wanted = AutoModelForCausalLM.from_config(config).state_dict()
+    named = {names.get_name(name, (".weight", ".bias")): name for name in wanted}
+    left = [name for name in tensors if name not in named]
+    if config.tie_word_embeddings:
+        named.pop("output.weight", None)
+    # Asked here, as not every release of transformers tells of all that are missing.
+    absent = [
+        weight
+        for name, weight in named.items()
+        if name not in tensors or tensors[name].shape.tolist()[::-1] != [*wanted[weight].shape]
+    ]
     if absent:
         raise ValueError(
             f"{where}: {len(absent)} weights have no tensor of their shape (first: {min(absent)}): "
             f"{REMEDY}"
         )
-    names = get_tensor_name_map(MODEL_ARCH[config.model_type.upper()], config.num_hidden_layers)
-    taken = {names.get_name(name, (".weight", ".bias")) for name in model.state_dict()}
-    left = [name for name in tensors if name not in taken]
     if left:
         raise ValueError(
             f"{where}: {len(left)} tensors have no place in transformers' {config.model_type} "
             f"(first: {left[0]}): {REMEDY}"
         )
+    options: dict[str, Any] = {}
+    if kept_packed := getattr(transformers, "GgufConfig", None):  # older ones unpack in any case
+        options["quantization_config"] = kept_packed(dequantize=True)
+    try:
+        with redirect_stderr(StringIO()):  # where transformers draws a bar that nothing turns off
+            model = AutoModelForCausalLM.from_pretrained(
+                str(file.parent), config=config, gguf_file=file.name, dtype=dtype, **options
+            )
+    except UNREADABLE as error:
+        reason = first_line(error)
+        raise ValueError(f"{where}: transformers does not read it ({reason}): {REMEDY}") from error
     model.hf_quantizer = None
     for name in ("quantization_config", "_model_name_or_path"):
         vars(model.config).pop(name, None)

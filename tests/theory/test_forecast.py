@@ -77,8 +77,12 @@ def test_four_of_five_intervals_hold_the_run_that_follows(
 def test_intervals_hold_in_every_cell(
     kind: Callable[[Draw], Callable[[float], float]], sizes: tuple[float, ...], deviation: float
 ) -> None:
-    """Of 1,000, 70 to 90 % and what `DEGREES` costs where deviations are double or few."""
-    assert all(0.65 < share < 0.96 for share in held(kind, sizes, deviation, 1000))
+    """Of 1,000: 70 to 90 % of power laws and saturating curves; hyperbolas and double deviations
+    as docs/numbers.md says."""
+    least, most = (0.62, 0.90) if deviation > DEVIATION else (0.74, 0.92)
+    if kind is hyperbolic:
+        most = 0.98
+    assert all(least < share < most for share in held(kind, sizes, deviation, 1000))
 
 
 @pytest.mark.parametrize("exponent", [0.1, 0.5, 0.9])

@@ -121,7 +121,7 @@ def ways_table(summary: dict[str, Any]) -> Table:
     """Every way that was timed, at every temperature, the fastest first."""
     title = "all ways, end to end; *: the best of those that surely gain"
     rivals = max(len(one["ways"]) for one in summary["by_temperature"].values()) - 1
-    note = f"All intervals but the judged way's are wider, as the best is chosen of {rivals}."
+    note = f"The best is chosen of {rivals}: all intervals but the judged way's are wider."
     note = note if rivals > 1 else None
     table = Table(title=title, caption=note, show_edge=False, pad_edge=False, min_width=72)
     table.add_column("T", justify="right")

@@ -89,9 +89,9 @@ def verify(bench: Bench, inputs: RoundInputs) -> Outcome:
     candidates, report = _commit(bench, view, proposal, verification)
     acceptance = proposal_acceptance(target_probs, proposal, bench.mode)
     log_probs, log_sum_exp, served = target_log_probs(logits, candidates, view.group)
-    found = report, candidates, proposal.tokens, acceptance, log_probs, log_sum_exp, served
+    common = report, candidates, proposal.tokens, acceptance, log_probs, log_sum_exp, served
     if bench.top_k == 0:
-        return Outcome(*found)
+        return Outcome(*common)
     ids, log_probs_of_ids, tail = most_likely_served(
         logits,
         bench.top_k,
@@ -99,7 +99,7 @@ def verify(bench: Bench, inputs: RoundInputs) -> Outcome:
         temperature=view.group.params.temperature[:, None],
         served_log_sum_exp=served,
     )
-    return Outcome(*found, topk_ids=ids, topk_log_probs=log_probs_of_ids, tail_mass=tail)
+    return Outcome(*common, topk_ids=ids, topk_log_probs=log_probs_of_ids, tail_mass=tail)
 
 
 def _target_pass(bench: Bench, view: RoundView, proposal: Proposal) -> Tensor:

@@ -202,7 +202,7 @@ def test_it_sees_another_temperature_with_the_power_that_it_states(spread: float
     found = [markov(draw, steps, 1, one)[1] for one in at]
     seen = [
         one["p_value"] <= LEVEL
-        for one in tested(float(np.interp(-stated, -np.array(found), at)), 150)
+        for one in tested(float(np.interp(-stated, -np.array(found), at)), 80)
     ]
     assert 0.05 < stated < 0.4
     assert 0.8 < np.mean(seen) < 0.99

@@ -26,6 +26,7 @@ from draftkit.data.rollouts import Record, document_of
 from draftkit.models.adapter import Adapter
 from draftkit.models.parallel import chains
 from draftkit.theory.acceptance import (
+    LEAST_UNITS,
     MODES,
     SHARES,
     Estimate,
@@ -97,9 +98,11 @@ class PromptTotals:
         """Alpha over all positions, its interval over documents."""
         return proportion(self.rate())
 
-    def gain(self, before: "PromptTotals", mode: str = "alpha", **options: int) -> Estimate:
+    def gain(
+        self, before: "PromptTotals", mode: str = "alpha", *, least: int = LEAST_UNITS
+    ) -> Estimate:
         """What was gained since `before`, paired: on the same prompts and contexts."""
-        return estimate(self.rate(mode), before.rate(mode), compare=operator.sub, **options)
+        return estimate(self.rate(mode), before.rate(mode), compare=operator.sub, least=least)
 
 
 def score_contexts(

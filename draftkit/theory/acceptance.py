@@ -43,7 +43,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from draftkit.theory.tails import reach, student_t_quantile, student_t_tail, unskewed
+from draftkit.theory.tails import (
+    MOVES,
+    MOVES_ON_ODDS,
+    reach,
+    student_t_quantile,
+    student_t_tail,
+    unskewed,
+)
 from draftkit.theory.warping import promote
 
 
@@ -300,20 +307,25 @@ def _jackknife(*rates: Rate, compare: Compare) -> _Jackknife:
 
 
 def estimate(
-    *rates: Rate, compare: Compare = rate_itself, least: int = LEAST_UNITS, tail: float = 0.025
+    *rates: Rate,
+    compare: Compare = rate_itself,
+    least: int = LEAST_UNITS,
+    tail: float = 0.025,
+    moves: tuple[float, float] = MOVES,
 ) -> Estimate:
     """A rate, or what `compare` makes of several, with its interval over documents.
 
     Several are paired: by the documents of the first, in which all are summed. `operator.sub` gives
     a gain. `n` are the counts of the first. There is no interval for under `least` documents;
-    `tail` is the probability outside of it on either side, where it is looked at once.
+    `tail` is the probability outside of it on either side, where it is looked at once; `moves` is
+    for `reach`.
     """
     number, error, degrees, skewness = _jackknife(*rates, compare=compare)
     if number.documents < max(2, least):
         return number
     t = student_t_quantile(degrees, tail)
-    low, high = number.mean - error * reach(t, -skewness), number.mean + error * reach(t, skewness)
-    return replace(number, low=low, high=high)
+    down, up = (error * reach(t, one, moves) for one in (-skewness, skewness))
+    return replace(number, low=number.mean - down, high=number.mean + up)
 
 
 def proportion(rate: Rate, *, least: float = 0.0, most: float = 1.0) -> Estimate:
@@ -325,7 +337,9 @@ def proportion(rate: Rate, *, least: float = 0.0, most: float = 1.0) -> Estimate
     that of `estimate`.
     """
     plain, wide = estimate(rate), most - least
-    odds = estimate(rate, compare=lambda value: torch.logit((value - least) / wide))
+    odds = estimate(
+        rate, compare=lambda value: torch.logit((value - least) / wide), moves=MOVES_ON_ODDS
+    )
     if not math.isfinite(odds.high):
         return plain
     low, high = torch.tensor([odds.low, odds.high], dtype=torch.float64).sigmoid().tolist()

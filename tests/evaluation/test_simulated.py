@@ -31,13 +31,13 @@ def test_intervals_hold_the_truth_whatever_a_document_is(answers):
 
 @pytest.mark.parametrize("mean", [0.05, 0.95])
 def test_the_interval_of_a_proportion_near_its_end_covers_the_truth(mean: float) -> None:
-    """A little more than 97 % here, where many documents have nothing accepted, or refused."""
+    """Where many documents have nothing accepted, or refused."""
     generator, counts = torch.Generator().manual_seed(2), torch.full((20,), 100.0).double()
     covered = 0
     for _ in range(1000):
         rate = Rate(torch.binomial(counts, rates(mean, 20, generator), generator=generator), counts)
         covered += not proportion(rate).excludes(mean)
-    assert 0.93 <= covered / 1000 <= 0.985
+    assert 0.93 <= covered / 1000 <= 0.97
 
 
 @pytest.mark.soak

@@ -28,6 +28,7 @@ from draftkit.config import (
     SamplingConfig,
     SourceConfig,
     flatten,
+    with_sections,
 )
 from draftkit.config.choices import is_of, require
 from draftkit.data.lengths import Room
@@ -46,7 +47,7 @@ from draftkit.models.adapter import Adapter
 from draftkit.models.files import commit_of, model_sha256
 from draftkit.models.loading import Target, load_draft, load_target
 from draftkit.models.served import served_sampling
-from draftkit.prompts import Prompt, examples_of, fit_examples, held_out_of
+from draftkit.prompts import Prompt, check_held_out, examples_of, fit_examples, held_out_of
 from draftkit.theory.acceptance import Estimate
 from draftkit.theory.divergences import Divergence
 from draftkit.tracking import Tracker
@@ -131,13 +132,6 @@ class Generated:
         return 1 + self.accepted / self.rounds
 
 
-def with_sections(config: Config, sections: Mapping[str, Any]) -> Config:
-    """`config` with some of its sections. Raises ValueError for a name that is none."""
-    for name in sections:
-        require(hasattr(config, name), name, "be a section of draftkit.config.Config", "none")
-    return replace(config, **sections)
-
-
 def load_pair(
     target: str | Path,
     draft: str | Path | DraftConfig,
@@ -214,10 +208,7 @@ def distill(
         examples, held_out = held_out_of(examples, config)
     else:
         held_out = read(validation)
-        trained = {tuple(example.prompt_ids) for example in examples}
-        both = sum(tuple(example.prompt_ids) in trained for example in held_out)
-        rule = "hold prompts that are not trained on"
-        require(bool(held_out) and not both, "validation", rule, f"{both} of {len(held_out)}")
+        check_held_out(held_out, examples)
     with TemporaryDirectory() if folder is None else nullcontext(folder) as kept:
         work = Path(kept)
         if folder is not None:

@@ -133,3 +133,15 @@ def held_out_of(
             "is not split: give more, or some as validation"
         )
     return training, examples[-count:]
+
+
+def check_held_out(held_out: Sequence[Example], trained: Sequence[Example]) -> None:
+    """Raise ValueError for no prompt that chooses the weights, or one that is trained on."""
+    prompts = {tuple(example.prompt_ids) for example in trained}
+    both = sum(tuple(example.prompt_ids) in prompts for example in held_out)
+    if not held_out:
+        raise ValueError("validation holds no prompt: give some, or leave it out")
+    if both:
+        raise ValueError(
+            f"validation: {both} of its {len(held_out)} prompts are trained on as well: give others"
+        )

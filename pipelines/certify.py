@@ -14,7 +14,7 @@ from typing import Any
 
 from draftkit.artifacts import read_json
 from draftkit.config import SERVERS, Config, SamplingConfig
-from draftkit.data.prompts import read_splits
+from draftkit.data.splits import read_splits
 from draftkit.engines.endpoint import Endpoint
 from draftkit.evaluation.certificate import Answer, greedy_identity, same_law
 from draftkit.theory.acceptance import LEAST_UNITS

@@ -11,8 +11,9 @@ from typing import Any
 
 from draftkit.config import Config
 from draftkit.data.lengths import Room
-from draftkit.data.prompts import Example, read_splits
+from draftkit.data.prompts import Example
 from draftkit.data.rollouts import Record, document_of, read_records, write_records
+from draftkit.data.splits import read_splits
 from draftkit.distillation.progress import Countdown
 from draftkit.distillation.samplers import TEST, VALIDATION, target_answers
 from draftkit.models.loading import load_target

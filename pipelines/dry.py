@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from draftkit.artifacts import remove
-from draftkit.data.corpora import SPLITS
-from draftkit.data.prompts import ABOUT, SCHEMA, Example, read_splits
+from draftkit.data.prompts import Example
 from draftkit.data.rollouts import OPTIONAL, Record, read_records, write_records
+from draftkit.data.splits import ABOUT, SCHEMA, SPLITS, read_splits
 from draftkit.data.store import write_rows
 from draftkit.distillation.progress import duration
 from draftkit.distillation.ranks import processes

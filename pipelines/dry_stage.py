@@ -22,8 +22,8 @@ from omegaconf import OmegaConf
 
 from draftkit.artifacts import provenance, read_json, write_json
 from draftkit.config import Config
-from draftkit.data.prompts import read_splits
 from draftkit.data.rollouts import read_records
+from draftkit.data.splits import read_splits
 from draftkit.decoding.graphs import compile_seconds
 from draftkit.distillation.fit import TRIAL_SHARE
 from draftkit.distillation.pretrain import compiles

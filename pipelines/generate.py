@@ -8,8 +8,8 @@ parts: a kill costs one part.
 from typing import Any
 
 from draftkit.config import Config
-from draftkit.data.prompts import read_splits
 from draftkit.data.rollouts import Record, write_parts
+from draftkit.data.splits import read_splits
 from draftkit.distillation.engines import engine_sampler
 from draftkit.distillation.progress import Countdown
 from draftkit.distillation.samplers import (

@@ -9,8 +9,8 @@ checkpoint.
 from typing import Any
 
 from draftkit.config import REFUSE, Config
-from draftkit.data.prompts import read_splits
 from draftkit.data.rollouts import read_parts
+from draftkit.data.splits import read_splits
 from draftkit.distillation.pretrain import make_draft
 from draftkit.models.loading import (
     check_same_shape,

@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 from draftkit.config import Config
-from draftkit.data.prompts import read_splits
 from draftkit.data.rollouts import read_parts, write_parts, write_records
+from draftkit.data.splits import read_splits
 from draftkit.distillation.progress import Countdown
 from draftkit.distillation.scores import scored_by, texts_to_score
 from draftkit.distillation.sources import TrainingTexts

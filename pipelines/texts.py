@@ -11,7 +11,7 @@ from typing import Any
 from draftkit.config import Config
 from draftkit.data.corpora import read_documents
 from draftkit.data.lengths import cut_line, reading_notes, shares_cut
-from draftkit.data.prompts import Splits, make_splits, read_splits
+from draftkit.data.splits import Splits, make_splits, read_splits
 from draftkit.models.loading import decoder_start, load_tokenizer
 
 from .command import main

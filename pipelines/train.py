@@ -10,8 +10,8 @@ from accelerate import PartialState
 
 from draftkit.config import Config
 from draftkit.data.lengths import shares_cut
-from draftkit.data.prompts import read_splits
 from draftkit.data.rollouts import read_parts
+from draftkit.data.splits import read_splits
 from draftkit.distillation.assembly import load_learner, load_teaching_target
 from draftkit.distillation.fit import Fitting, with_warmup
 from draftkit.distillation.progress import training_seconds

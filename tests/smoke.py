@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from draftkit.config import Config, TargetConfig
-from draftkit.data.prompts import Splits, read_splits
+from draftkit.data.splits import Splits, read_splits
 from draftkit.tracking import read_metrics
 from pipelines.configuration import compose_config
 from pipelines.plan import TEXTS

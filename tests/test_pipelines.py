@@ -15,8 +15,8 @@ import draftkit.models.files
 import pipelines.stage
 from draftkit.artifacts import read_json
 from draftkit.config import Config
-from draftkit.data.prompts import read_splits
 from draftkit.data.rollouts import read_parts
+from draftkit.data.splits import read_splits
 from draftkit.evaluation.engines import best_gamma_of
 from draftkit.models.files import CARD
 from pipelines.benchmarks import decoder

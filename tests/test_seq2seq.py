@@ -14,7 +14,7 @@ from scipy.stats import chisquare
 import draftkit
 from draftkit.artifacts import read_json
 from draftkit.config import Config, DraftConfig, HardwareConfig, SamplingConfig, TargetConfig
-from draftkit.data.prompts import read_splits
+from draftkit.data.splits import read_splits
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.generation import DRAFT_ID, finish, make_requests
 from draftkit.decoding.proposers import DraftModelProposer

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from draftkit.config import PretrainConfig
-from draftkit.data.corpora import SPLITS, read_documents, split_documents
-from draftkit.data.prompts import make_splits
+from draftkit.data.corpora import read_documents
+from draftkit.data.splits import SPLITS, make_splits, split_documents
 from draftkit.distillation.pretrain import new_model, pretrain, texts_to_learn
 from draftkit.models.devices import resolve_device
 from draftkit.models.loading import adapter_of

@@ -27,6 +27,7 @@ from draftkit.config.experiment import (
     Config,
     HardwareConfig,
     flatten,
+    with_sections,
 )
 from draftkit.config.measuring import (
     DecodeConfig,

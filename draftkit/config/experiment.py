@@ -1,7 +1,7 @@
 """A whole experiment: all sections together, and where it runs and reports."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any
 
 from draftkit.config.choices import DTYPE_NAMES, TRACKER_NAMES, Section, positive, require, setting
@@ -102,6 +102,14 @@ class Config(Section, key=""):
                 self.divergence.name,
             )
         return self.sampling.temperature or 1.0
+
+
+def with_sections(config: Config, sections: Mapping[str, Any]) -> Config:
+    """`config` with some of its sections. Raises ValueError for a name that is none."""
+    for name in sections:
+        known = name in vars(config)
+        require(known, name, "be a section of draftkit.config.Config", "no such section")
+    return replace(config, **sections)
 
 
 def flatten(section: Any, prefix: str = "") -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Rows that cannot be used: left out, counted, and shown by the first place of each reason.
+"""Rows that cannot be used: they are left out and counted, and the first of each kind is shown.
 
 This module does not know what makes a row unusable.
 """
@@ -10,7 +10,7 @@ VARIES = re.compile(r"\d+|'[^']*'|\"[^\"]*\"")  # between reasons of one kind
 
 
 class BadRow(ValueError):
-    """A row that cannot be used; the message is the reason without the place."""
+    """A row that cannot be used; the message is the reason, without file and line."""
 
 
 def reason_of(error: Exception) -> str:

@@ -1,21 +1,17 @@
-"""Documents: text that comes with the package, a file, or a hub data set; and their split.
+"""Documents: text that comes with the package, a file, or a hub data set.
 
-The split goes by document, in the order of a hash, so that no text is in two parts: a source file
-stays with its docstrings, a question with all its answers. A row that cannot be used is a document
-with a fault: whoever reads on leaves it out and counts it.
+A row that cannot be used is a document with a fault: whoever reads on leaves it out and counts it.
 
 This module does not know tokens, models or what the text is for.
 """
 
 import json
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -27,8 +23,8 @@ from draftkit.data.store import hash_order
 from draftkit.hub import hub_has
 
 PARAGRAPHS = 2_000  # characters up to which the paragraphs of a text file are joined
-SPLITS = ("train", "validation", "test")
-Rows = Iterator[tuple[str, dict[str, Any] | Exception]]  # with the place of each in the source
+# Of each row its line or number, and what it holds or why it cannot be read.
+Rows = Iterator[tuple[str, dict[str, Any] | Exception]]
 
 
 @dataclass(frozen=True)
@@ -88,31 +84,6 @@ def document_of(
 def setting(data: DataConfig) -> str:
     """The setting to name when there is too little text."""
     return f"data.path {data.path}"
-
-
-def split_documents(keys: np.ndarray, own: Sequence[str], data: DataConfig) -> np.ndarray:
-    """The split of each document, by its place in SPLITS [N]; none of them is empty.
-
-    keys, own: of each document its `key` [N] and its `split`, the one that its source has it in. A
-    split that the source does not hold out gets the first of the distinct documents left, in hash
-    order: `data.test_fraction` or `data.validation_fraction` of all. Raises ValueError if there are
-    fewer than 3.
-    """
-    distinct, number = np.unique(keys, return_inverse=True)  # numbers in hash order
-    split_of = np.zeros(len(distinct), np.int8)
-    for name, fraction in (("test", data.test_fraction), ("validation", data.validation_fraction)):
-        left = np.flatnonzero(split_of == 0)
-        held_out = np.intersect1d(left, number[np.asarray(own, str) == name])
-        share = left[: max(1, math.floor(len(distinct) * fraction))]
-        split_of[held_out if len(held_out) else share] = SPLITS.index(name)
-    if len(np.unique(split_of)) < len(SPLITS):
-        raise ValueError(
-            f"{setting(data)} gives {len(distinct)} different documents, and train, validation and "
-            "test need one each: give more text (in a text file, blank lines part documents; texts "
-            f"with the same first data.prompt_tokens={data.prompt_tokens} are one: a larger number "
-            "tells more of them apart)"
-        )
-    return split_of[number]
 
 
 # Files and data sets: (where it stands in the source, row)

@@ -34,7 +34,7 @@ def read_messages(value: Any) -> list[dict[str, Any]]:
     text of one. A key with null, or with an empty list or object, is left out: clients send such
     keys back with an answer, and templates take them for present. Nulls further in stay.
 
-    Raises ValueError, a reason without the place of the conversation, for what is none.
+    Raises ValueError, a reason without file and line, for what is none.
     """
     if isinstance(value, str):
         value = _from_json(value, "messages")

@@ -28,7 +28,7 @@ TURNS = ({"role", "content"}, {"from", "value"})  # keys by which JSON text is a
 def row_form(row: dict[str, Any], data: DataConfig) -> dict[str, Any]:
     """The part of `row` that is used, under the names of one of the three forms.
 
-    Raises ValueError, a reason without a place, for a row that cannot be used.
+    Raises ValueError, a reason without file and line, for a row that cannot be used.
     """
     there = f"columns found: {', '.join(map(str, row))}"
     filled = {name: value for name, value in row.items() if value is not None}

@@ -26,8 +26,9 @@ from draftkit.config import (
     TargetConfig,
     has_compiler,
 )
-from draftkit.data.prompts import Example, Splits
+from draftkit.data.prompts import Example
 from draftkit.data.rollouts import Record
+from draftkit.data.splits import Splits
 from draftkit.data.store import Lazy
 from draftkit.distillation.batch import TokenSequence, sequence_of_example
 from draftkit.distillation.loop import train

@@ -71,8 +71,8 @@ def fit_rows(
     """Give `model` so many `rows` of embeddings and head, in place; tied ones stay tied.
 
     Every row beyond the `real` vocabulary, new or old, becomes the mean of the real rows. So its
-    logit is the mean of the real logits: never above the largest one, so it is nobody's argmax, and
-    by Jensen's inequality at most 1 / `real` of the probability that the real ids have together.
+    logit is the mean of the real logits: never above the largest one, so never the argmax, and by
+    Jensen's inequality at most 1 / `real` of the probability that the real ids have together.
     Rows of zeros promise neither: their logit is 0, which wins where all others are negative.
     With `kept_ids` [K] the head gets weights of its own, with the mean of their rows at all others.
     """

@@ -27,8 +27,9 @@ from rich.table import Table
 from draftkit.artifacts import atomic_path, read_json, remove, write_json
 from draftkit.config import DEFAULT_ROUTE, Config
 from draftkit.data.lengths import Room
-from draftkit.data.prompts import Example, Splits, read_splits
+from draftkit.data.prompts import Example
 from draftkit.data.rollouts import Record
+from draftkit.data.splits import Splits, read_splits
 from draftkit.distillation.assembly import load_learner, make_trainer
 from draftkit.distillation.loop import train
 from draftkit.distillation.progress import reporting

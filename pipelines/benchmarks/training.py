@@ -24,7 +24,7 @@ from torch import Tensor
 from draftkit.artifacts import read_json
 from draftkit.config import Config, DivergenceConfig
 from draftkit.data.lengths import Room
-from draftkit.data.prompts import read_splits
+from draftkit.data.splits import read_splits
 from draftkit.distillation.assembly import make_trainer
 from draftkit.distillation.batch import collate, continued
 from draftkit.distillation.chunked import chunked_sum

@@ -26,7 +26,7 @@ import httpx
 
 from draftkit.artifacts import read_json
 from draftkit.config import DEFAULT_ROUTE, Config
-from draftkit.data.prompts import read_splits
+from draftkit.data.splits import read_splits
 from draftkit.serving.intake import ROUTE_HEADER
 
 from ..command import main

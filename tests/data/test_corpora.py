@@ -17,12 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftkit.config import DataConfig
-from draftkit.data.corpora import (
-    SPLITS,
-    Document,
-    read_documents,
-    split_documents,
-)
+from draftkit.data.corpora import Document, read_documents
+from draftkit.data.splits import SPLITS, split_documents
 from draftkit.data.store import hash_order
 from pipelines.configuration import compose_config
 

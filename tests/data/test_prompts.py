@@ -14,7 +14,8 @@ from draftkit.config import DataConfig
 from draftkit.data.bad_rows import KINDS
 from draftkit.data.corpora import Document, document_of, read_documents
 from draftkit.data.lengths import Room, reading_notes, shares_cut
-from draftkit.data.prompts import SPLITS, TOGETHER, Example, RowReader, Splits, make_splits
+from draftkit.data.prompts import TOGETHER, Example, RowReader
+from draftkit.data.splits import SPLITS, Splits, make_splits
 from tests.templates import CHAT, WORDS, byte_bpe, chat, chat_ml, headers, thinking
 
 

@@ -12,7 +12,8 @@ from transformers import LlamaConfig, PreTrainedModel
 from draftkit.config import Config, DraftConfig, HardwareConfig, PretrainConfig, TargetConfig
 from draftkit.config.text import ShrinkConfig
 from draftkit.data.lengths import Room
-from draftkit.data.prompts import Example, Splits
+from draftkit.data.prompts import Example
+from draftkit.data.splits import Splits
 from draftkit.distillation.pretrain import full_rows, make_draft, new_model
 from draftkit.distillation.ranks import agree
 from draftkit.models.loading import load_model, save_model

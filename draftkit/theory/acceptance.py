@@ -44,8 +44,8 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from draftkit.theory.tails import (
-    MOVES,
-    MOVES_ON_ODDS,
+    IN,
+    IN_ON_ODDS,
     reach,
     student_t_quantile,
     student_t_tail,
@@ -311,20 +311,20 @@ def estimate(
     compare: Compare = rate_itself,
     least: int = LEAST_UNITS,
     tail: float = 0.025,
-    moves: tuple[float, float] = MOVES,
+    inward: float = IN,
 ) -> Estimate:
     """A rate, or what `compare` makes of several, with its interval over documents.
 
     Several are paired: by the documents of the first, in which all are summed. `operator.sub` gives
     a gain. `n` are the counts of the first. There is no interval for under `least` documents;
-    `tail` is the probability outside of it on either side, where it is looked at once; `moves` is
+    `tail` is the probability outside of it on either side, where it is looked at once; `inward` is
     for `reach`.
     """
     number, error, degrees, skewness = _jackknife(*rates, compare=compare)
     if number.documents < max(2, least):
         return number
     t = student_t_quantile(degrees, tail)
-    down, up = (error * reach(t, one, moves) for one in (-skewness, skewness))
+    down, up = (error * reach(t, one, inward) for one in (-skewness, skewness))
     return replace(number, low=number.mean - down, high=number.mean + up)
 
 
@@ -338,7 +338,7 @@ def proportion(rate: Rate, *, least: float = 0.0, most: float = 1.0) -> Estimate
     """
     plain, wide = estimate(rate), most - least
     odds = estimate(
-        rate, compare=lambda value: torch.logit((value - least) / wide), moves=MOVES_ON_ODDS
+        rate, compare=lambda value: torch.logit((value - least) / wide), inward=IN_ON_ODDS
     )
     if not math.isfinite(odds.high):
         return plain

@@ -6,22 +6,22 @@ from statistics import NormalDist
 # By how much an end of an interval moves out, and in, relative to Hall's formula. Few documents
 # show less skewness than there is, and of what they show much is chance, so that ends that move in
 # as far cover too little. On the log-odds there is less of it (tests/evaluation/simulated.py).
-MOVES, MOVES_ON_ODDS = (1.3, 0.4), (1.4, 0.9)
+OUT, IN, IN_ON_ODDS = 1.3, 0.4, 0.8
 
 
-def reach(t: float, skewness: float, moves: tuple[float, float] = MOVES) -> float:
+def reach(t: float, skewness: float, inward: float = IN) -> float:
     """How many errors an end lies away whose tail is that of `t` without skewness.
 
     skewness: of the estimate, towards that end. Hall's cubic, inverted (J. R. Statist. Soc. B 54,
     1992, 221): t -> t + skewness (2 t^2 + 1) / 6 + ...
     """
-    s = skewness * moves[int(skewness < 0)]
+    s = skewness * (OUT if skewness > 0 else inward)
     return 3 * (1 - math.cbrt(1 - s * (t + s / 6))) / s if abs(s) > 1e-6 else t
 
 
 def unskewed(distance: float, skewness: float) -> float:
     """The t whose `reach` is `distance`."""
-    s = skewness * MOVES[int(skewness < 0)]
+    s = skewness * (OUT if skewness > 0 else IN)
     moved = s * distance / 3
     return distance * (1 - moved + moved**2 / 3) - s / 6
 

@@ -29,7 +29,7 @@ from draftkit.theory.acceptance import (
     speedup,
 )
 from draftkit.theory.speedup import expected_tokens
-from draftkit.theory.tails import MOVES_ON_ODDS, reach, student_t_quantile, student_t_tail, unskewed
+from draftkit.theory.tails import IN_ON_ODDS, reach, student_t_quantile, student_t_tail, unskewed
 from draftkit.theory.verification import VERIFIERS
 from tests.theory.laws import measure_round
 
@@ -178,7 +178,7 @@ def test_the_interval_of_a_proportion_is_that_of_its_log_odds() -> None:
     edge = stats.t.isf(0.025, (share**2).sum() / (share**3).sum())
     moved = odds - left
     skewness = (moved**3).sum() / (moved**2).sum() ** 1.5
-    down, up = (reach(edge, one, MOVES_ON_ODDS) for one in (-skewness, skewness))
+    down, up = (reach(edge, one, IN_ON_ODDS) for one in (-skewness, skewness))
     widths = np.array([-down, up]) * error
     found = proportion(Rate(totals, counts))
     ends = 1 / (1 + np.exp(-(odds + widths)))

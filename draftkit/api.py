@@ -353,7 +353,7 @@ def generate(
     """Continue `prompt` by speculative decoding: the law of the answer is the target's, exactly.
 
     The same seed gives the same answer; by default it is that of the configuration. Raises
-    ValueError for one of more than 64 bits.
+    ValueError, one line, for arguments that cannot be used.
     """
     whole = is_of(seed, int | None) and -(2**63) <= (seed or 0) < 2**63
     require(whole, "seed", "be an integer of at most 64 bits", seed)

@@ -97,8 +97,8 @@ def difference(one: Entry, other: Entry, compare: Compare = operator.sub) -> Dif
     if gain.documents < LEAST_UNITS:
         return Difference(gain.mean, gain.low, gain.high, 1.0)
     # An error that is larger by a factor tests as a gain that is smaller by it.
-    error = (gain.high - gain.low) / 2 / student_t_quantile(gain.documents - 1)
-    factor = math.hypot(error, seeds) / error if error else 1.0
+    width = (gain.high - gain.low) / 2
+    factor = math.hypot(width, Z * seeds) / width if width else 1.0
     ordered = (*mine, *theirs) if gain.mean > 0 else (*theirs, *mine)
     excess = abs(gain.mean) * (1 - 1 / factor)
     p_value = gain_p_value(*ordered, compare=lambda *rates: compare(*rates) - excess)

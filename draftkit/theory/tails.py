@@ -6,7 +6,7 @@ from statistics import NormalDist
 # By how much an end of an interval moves out, and in, relative to Hall's formula. Few documents
 # show less skewness than there is, and of what they show much is chance, so that ends that move in
 # as far cover too little. On the log-odds there is less of it (tests/evaluation/simulated.py).
-OUT, IN, IN_ON_ODDS = 1.3, 0.4, 0.8
+OUT, IN, IN_ON_ODDS = 1.3, 0.4, 0.75
 
 
 def reach(t: float, skewness: float, inward: float = IN) -> float:

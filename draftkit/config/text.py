@@ -85,6 +85,17 @@ class PardConfig(Section, key="draft.pard"):
 
 
 @dataclass(kw_only=True)
+class HeadConfig(Section, key="draft.head"):
+    """A head on the target's hidden states (`draft.kind=eagle3` and `medusa`)."""
+
+    steps: int = setting(4, least=1, most=16)  # of eagle3: unrolled in training
+    tokens: int = setting(8, least=1, most=32)  # proposals of medusa, and of a parallel head
+    # Ids that it proposes, the most frequent in texts of the target; null: 32,000, or all of fewer
+    vocabulary: int | None = positive(None)
+    parallel: bool = False  # eagle3: all proposals in one pass (P-EAGLE)
+
+
+@dataclass(kw_only=True)
 class ModelConfig(Section, key="model"):
     """A model: a local folder, a hub name or `draftkit/embedded`; null: a drafter to be made.
 
@@ -121,12 +132,14 @@ class TargetConfig(ModelConfig, key="target"):
 class DraftConfig(ModelConfig, key="draft"):
     """The model that proposes: where it begins, and what `distill` makes of it."""
 
-    # plain: proposes token by token; pard: all in one pass
-    kind: str = setting("plain", names=("plain", "pard"))
+    # plain: proposes token by token; pard: all in one pass; eagle3, medusa: a head on the target's
+    # hidden states
+    kind: str = setting("plain", names=("plain", "pard", "eagle3", "medusa"))
     # A draft whose vocabulary differs from the target's in added tokens alone: never: it is taken,
     # and never proposes them
     extra_tokens: str = setting(REFUSE, names=(REFUSE, NEVER))
     pard: PardConfig = field(default_factory=PardConfig)
+    head: HeadConfig = field(default_factory=HeadConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     shrink: ShrinkConfig = field(default_factory=ShrinkConfig)
     pretrain: PretrainConfig = field(default_factory=PretrainConfig)

@@ -47,13 +47,23 @@ def remembering(_: Draft, texts: Texts, target: Adapter) -> Proposer:
     return memory
 
 
+def staged(draft: Adapter) -> Proposer:
+    """A draft that decodes speculatively in turn. ValueError for a head, which cannot decode."""
+    if draft.reads:
+        raise ValueError(
+            "decode.proposer=staged: a head reads the target's hidden states and verifies nothing: "
+            "use sampled, argmax or hybrid"
+        )
+    return StagedProposer(PromptLookup(), DraftModelProposer(draft))
+
+
 PROPOSERS: dict[str, Make] = {
     "sampled": lambda draft, *_: drafting(draft()),
     "argmax": lambda draft, *_: drafting(draft(), tokens="argmax"),
     # A guess must rest on two tokens where a model could propose instead.
     "hybrid": lambda draft, *_: HybridProposer(PromptLookup(min_ngram=2), drafting(draft())),
     # Token by token, whatever the draft model can do else: it verifies what the guesser says.
-    "staged": lambda draft, *_: StagedProposer(PromptLookup(), DraftModelProposer(draft())),
+    "staged": lambda draft, *_: staged(draft()),
     "unigram": counting(1),
     "bigram": counting(2),
     "ngram": remembering,

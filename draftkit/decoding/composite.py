@@ -35,6 +35,7 @@ class Composite(Proposer):
         self.model = model
         self.version = model.version
         self.max_positions = model.max_positions
+        self.reads = model.reads
 
     def allocate(self, slots: int, capacity: int, encoder_capacity: int = 0) -> None:
         self.model.allocate(slots, capacity, encoder_capacity)
@@ -42,8 +43,18 @@ class Composite(Proposer):
     def encode(self, tokens: Tensor, *, lengths: Tensor, rows: Tensor) -> None:
         self.model.encode(tokens, lengths=lengths, rows=rows)
 
-    def prefill(self, tokens: Tensor, *, positions: Tensor, rows: Tensor, visible: int) -> None:
-        self.model.prefill(tokens, positions=positions, rows=rows, visible=visible)
+    def prefill(
+        self,
+        tokens: Tensor,
+        *,
+        positions: Tensor,
+        rows: Tensor,
+        visible: int,
+        features: Tensor | None = None,
+    ) -> None:
+        self.model.prefill(
+            tokens, positions=positions, rows=rows, visible=visible, features=features
+        )
 
     def weights(self) -> dict[str, Tensor]:
         return self.model.weights()
@@ -81,7 +92,7 @@ class HybridProposer(Composite):
             return torch.where(is_guessed[:, None, None], certain, logits)
 
         proposal = self.model.propose(view, gamma, decided)
-        lengths = torch.where(is_guessed, guess.lengths, gamma)
+        lengths = torch.where(is_guessed, guess.lengths, proposal.lengths)
         return Proposal(proposal.tokens, proposal.draft_probs, lengths=lengths)
 
 

@@ -115,6 +115,7 @@ class Decoder:
         if any(slot.request.proposer_id == proposer_id for slot in self.state.slots.values()):
             raise ValueError(f"proposer {proposer_id} still serves rows; let them leave first")
         proposer.allocate(self.cache.rows, self.capacity, self.cache.encoder_capacity)
+        self.cache.taps = tuple(sorted({*self.cache.taps, *proposer.reads}))
         self._proposers[proposer_id] = proposer
         self._made.clear()  # others may share the caches that are new
         self._units.forget()
@@ -318,6 +319,8 @@ class Decoder:
         """What the code of a unit depends on beside its model."""
         cache = self.cache
         sizes = (cache.rows, self.capacity, cache.encoder_capacity, len(self.eos_token_ids))
+        if cache.taps:
+            sizes = (*sizes, *cache.taps, self.target.width, self.target.dtype)
         return (inputs.visible, inputs.group.key, sizes, self.noise)
 
     def _catch_up(self, proposer: Proposer, group: Group) -> None:

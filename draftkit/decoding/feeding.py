@@ -41,7 +41,16 @@ def feed(
         cache = bench.cache.select(rows, visible=visible)
         bench.target.prefill(tokens, positions=positions, cache=cache)
     if proposer is not None:
-        proposer.prefill(tokens, positions=positions, rows=rows, visible=visible)
+        streams = [bench.cache.streams[layer] for layer in proposer.reads]
+        before = (positions - 1).clamp(min=0)
+        features = [stream[rows[:, None], before] for stream in streams]
+        proposer.prefill(
+            tokens,
+            positions=positions,
+            rows=rows,
+            visible=visible,
+            features=torch.cat(features, -1) if features else None,
+        )
 
 
 def feed_encoders(bench: Bench, slots: Sequence[Slot], proposer: Proposer | None) -> None:

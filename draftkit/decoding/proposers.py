@@ -14,7 +14,7 @@ Shapes: B rows, N fed tokens, K proposed tokens, E encoder tokens, V vocabulary.
 
 from collections.abc import Callable, Hashable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from draftkit.decoding.state import RoundView
 from draftkit.models.adapter import Adapter
 from draftkit.models.cache import SlotCache
 from draftkit.models.context import UNBOUNDED
+from draftkit.models.heads import Eagle3Adapter, MedusaAdapter
 from draftkit.theory.noise import DRAFT, sample
 from draftkit.theory.warping import warp
 
@@ -45,6 +46,7 @@ class Proposer:
     version = ""  # which weights are in force
     max_positions = UNBOUNDED  # tokens of the longest text that it can continue
     has_cache = False  # whether it must be shown all text, by `prefill` or by taking part
+    reads: tuple[int, ...] = ()  # the target's residual streams that it is fed (`models.streams`)
 
     @property
     def signature(self) -> Hashable:
@@ -78,8 +80,19 @@ class Proposer:
     def encode(self, tokens: Tensor, *, lengths: Tensor, rows: Tensor) -> None:
         """Take in the encoder texts `tokens` [B, E] of `lengths` [B] tokens of `rows` [B]."""
 
-    def prefill(self, tokens: Tensor, *, positions: Tensor, rows: Tensor, visible: int) -> None:
-        """Take in `tokens` [B, N] of a prompt at `positions` [B, N] of `rows` [B]."""
+    def prefill(
+        self,
+        tokens: Tensor,
+        *,
+        positions: Tensor,
+        rows: Tensor,
+        visible: int,
+        features: Tensor | None = None,
+    ) -> None:
+        """Take in `tokens` [B, N] of a prompt at `positions` [B, N] of `rows` [B].
+
+        features: of the tokens before them [B, N, F], where it `reads` some.
+        """
 
     def weights(self) -> dict[str, Tensor]:
         """The weights that `swap` replaces, where they lie; none without a model."""
@@ -166,7 +179,15 @@ class DraftModelProposer(Proposer):
         cache = self._cache.select(rows, visible=tokens.shape[1])
         self.draft.encode(tokens, lengths=lengths, cache=cache)
 
-    def prefill(self, tokens: Tensor, *, positions: Tensor, rows: Tensor, visible: int) -> None:
+    def prefill(
+        self,
+        tokens: Tensor,
+        *,
+        positions: Tensor,
+        rows: Tensor,
+        visible: int,
+        features: Tensor | None = None,
+    ) -> None:
         cache = self._cache.select(rows, visible=visible)
         self.draft.prefill(tokens, positions=positions, cache=cache)
 
@@ -225,25 +246,125 @@ class ParallelProposer(DraftModelProposer):
         view, parallel = self.served(view), self.draft.parallel
         assert parallel is not None
         cache = self.cache(view)
-        text = view.group.most + 1  # tokens that a round commits at most
-        offsets = torch.arange(-text, gamma - 1, device=view.length.device)
-        positions = view.length[:, None] + offsets  # [B, N]
-        fed = view.tokens.gather(1, positions.clamp(min=0, max=view.tokens.shape[1] - 1))
-        fed = torch.where(offsets < 0, fed, parallel.token)
-        # A filler's text may end anywhere: it must not reach beyond the cache.
-        positions = positions.clamp(min=0, max=cache.capacity - 1)
+        fed, positions, is_text = behind(view, gamma - 1, cache.capacity)
+        fed = torch.where(is_text, fed, parallel.token)
         logits = self.draft.step(fed, positions=positions, cache=cache, last=gamma)
-        seen = None if view.seen is None else view.seen[:, None]
-        probs = warp(decide(logits, 0), view.group.params, seen)  # [B, K, V]
-        if view.group.greedy:
-            tokens, draft_probs = probs.argmax(-1), None
+        return at_once(view, decide(logits, 0))
+
+
+def behind(view: RoundView, more: int, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The end of each text, all that a round can commit, and `more` places behind it.
+
+    Returns tokens [B, N], garbage behind the text; positions [B, N] within `capacity`; and which
+    places [N] are text.
+    """
+    text = view.group.most + 1  # tokens that a round commits at most
+    offsets = torch.arange(-text, more, device=view.length.device)
+    positions = view.length[:, None] + offsets
+    fed = view.tokens.gather(1, positions.clamp(min=0, max=view.tokens.shape[1] - 1))
+    # A filler's text may end anywhere: it must not reach beyond the cache.
+    return fed, positions.clamp(min=0, max=capacity - 1), offsets < 0
+
+
+def at_once(view: RoundView, logits: Tensor) -> Proposal:
+    """Draw a token from the served law of each of `logits` [B, K, V], which know none of them."""
+    gamma, seen = logits.shape[1], None if view.seen is None else view.seen[:, None]
+    probs = warp(logits, view.group.params, seen)  # [B, K, V]
+    lengths = torch.full_like(view.length, gamma)
+    if view.group.greedy:
+        return Proposal(probs.argmax(-1), None, lengths=lengths)
+    uniforms = view.uniform(count=gamma, purpose=DRAFT)
+    return Proposal(sample(probs=probs, uniform=uniforms), probs, lengths=lengths)
+
+
+class HeadProposer(DraftModelProposer):
+    """A head on the target's hidden states (`models.heads`): token by token, or in one pass.
+
+    What a round committed is fed again, beside the target's own features of it: states that the
+    head made of its proposals never stay. A text of one token has no features, and no proposals.
+    """
+
+    def __init__(self, draft: Eagle3Adapter, *, version: str = "", tokens: str = "sampled") -> None:
+        super().__init__(draft, version=version, tokens=tokens)
+        self.reads = draft.reads
+        self.draft: Any = draft
+
+    def prefill(
+        self,
+        tokens: Tensor,
+        *,
+        positions: Tensor,
+        rows: Tensor,
+        visible: int,
+        features: Tensor | None = None,
+    ) -> None:
+        assert features is not None
+        cache = self._cache.select(rows, visible=visible)
+        hidden = self.draft.project(features)
+        self.draft.feed(tokens, hidden, positions=positions, cache=cache)
+
+    def propose(self, view: RoundView, gamma: int, decide: Decide = undecided) -> Proposal:
+        view, parallel = self.served(view), self.draft.parallel
+        cache = self.cache(view)
+        more = 0 if parallel is None else gamma - 1
+        fed, positions, is_text = behind(view, more, cache.capacity)
+        features = view.features((positions - 1).clamp(min=0), self.reads)
+        if parallel is not None:
+            fed = torch.where(is_text, fed, parallel.token)
+            features = torch.where(is_text[:, None], features, self.draft.mask_features)
+        hidden = self.draft.project(features)
+        state = self.draft.feed(fed, hidden, positions=positions, cache=cache, last=more + 1)
+
+        def after(token: Tensor, i: int) -> Tensor:
+            nonlocal state
+            if i > 0:
+                positions = (view.length + i - 1).clamp(max=cache.capacity - 1)[:, None]
+                state = self.draft.feed(token[:, None], state, positions=positions, cache=cache)
+            return decide(self.draft.logits(state), i)
+
+        if parallel is None:
+            proposal = draw(view, gamma, after)
         else:
-            uniforms = view.uniform(count=gamma, purpose=DRAFT)
-            tokens, draft_probs = sample(probs=probs, uniform=uniforms), probs
-        return Proposal(tokens, draft_probs, lengths=torch.full_like(view.length, gamma))
+            proposal = at_once(view, decide(self.draft.logits(state), 0))
+        return with_features(view, proposal)
+
+
+class MedusaProposer(DraftModelProposer):
+    """Heads of Medusa, which propose on the features of the last token but one alone."""
+
+    has_cache = False
+
+    def __init__(self, draft: MedusaAdapter, *, version: str = "", tokens: str = "sampled") -> None:
+        super().__init__(draft, version=version, tokens=tokens)
+        self.reads = draft.reads
+        self.draft: Any = draft
+
+    def prefill(self, *_: Any, **__: Any) -> None:
+        """Nothing: the target keeps all that it reads."""
+
+    def propose(self, view: RoundView, gamma: int, decide: Decide = undecided) -> Proposal:
+        view = self.served(view)
+        features = view.features((view.length - 2).clamp(min=0)[:, None], self.reads)
+        count = min(gamma, self.draft.blocks)
+        states = torch.cat([self.draft.made_of(features, block) for block in range(count)], 1)
+        logits = self.draft.head(states)
+        if gamma > count:  # which no head was trained for
+            logits = torch.cat([logits, logits[:, -1:].expand(-1, gamma - count, -1)], 1)
+        proposal = at_once(view, decide(logits, 0))
+        return with_features(view, proposal._replace(lengths=proposal.lengths.clamp(max=count)))
+
+
+def with_features(view: RoundView, proposal: Proposal) -> Proposal:
+    """`proposal` for rows that have features: the target has read all of a text but its end."""
+    return proposal._replace(lengths=torch.where(view.length > 1, proposal.lengths, 0))
 
 
 def drafting(draft: Adapter, *, version: str = "", tokens: str = "sampled") -> DraftModelProposer:
     """The proposer of `draft`, of the kind that it was trained for."""
+    if isinstance(draft, MedusaAdapter):
+        return MedusaProposer(draft, version=version, tokens=tokens)
+    if draft.reads:
+        head: Any = draft
+        return HeadProposer(head, version=version, tokens=tokens)
     kind = DraftModelProposer if draft.parallel is None else ParallelProposer
     return kind(draft, version=version, tokens=tokens)

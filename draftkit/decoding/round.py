@@ -128,6 +128,7 @@ def round_view(bench: Bench, inputs: RoundInputs) -> RoundView:
         seed=of_rows(state.seed),
         row=of_rows(state.row),
         noise=bench.noise,
+        streams=bench.cache.streams,
         **text_of(of_rows(state.tokens), length, penalised),
     )
 

@@ -247,7 +247,11 @@ def make_group(
 
 @dataclass(frozen=True)
 class RoundView:
-    """What a proposer may look at: the committed text of its rows, never the target's logits."""
+    """What a proposer may look at: the committed text of its rows, never the target's logits.
+
+    streams: what the target has kept of its passes over that text, by layer (`models.streams`), of
+    all slots: known for all tokens of a text but the last.
+    """
 
     group: Group
     tokens: Tensor  # [B, L] the text, garbage from `length` on
@@ -258,6 +262,12 @@ class RoundView:
     seed: Tensor  # [B]
     row: Tensor  # [B]
     noise: NoiseFunction = noise.uniform
+    streams: dict[int, Tensor] = field(default_factory=dict)
+
+    def features(self, positions: Tensor, layers: Sequence[int]) -> Tensor:
+        """The streams of `layers`, joined, at `positions` [B, N] of the rows: [B, N, F]."""
+        rows = self.group.index[:, None]
+        return torch.cat([self.streams[layer][rows, positions] for layer in layers], -1)
 
     def uniform(self, *, count: int, purpose: int) -> Tensor:
         """Return [B, count] numbers in [0, 1) for `purpose`, fresh in every round."""

@@ -23,7 +23,8 @@ from transformers import PreTrainedModel
 
 from draftkit.models.cache import SlotCache
 from draftkit.models.context import context_of
-from draftkit.models.parallel import Packing, Parallel, parallel_of
+from draftkit.models.parallel import Chains, Packing, Parallel, parallel_of
+from draftkit.models.streams import Streams
 
 ROLLBACK_LAYERS = {"full_attention", "sliding_attention"}
 SHAPE_BOUND_TYPES = {"bloom", "gpt_neo"}  # they read positions off the shape of the cache
@@ -51,6 +52,7 @@ class Adapter(nn.Module, ABC):
     # The token that begins a decoder's text; None for a decoder-only model. A row of an
     # encoder-decoder model holds both: what the encoder reads, this token, the decoder's text.
     start_id: int | None = None
+    reads: tuple[int, ...] = ()  # the target's residual streams that it is fed (`streams`)
     kept_ids: Tensor | None  # [K] ids that it can give, ascending; None: all
 
     def __init__(self, model: PreTrainedModel, *, vocab_size: int, max_positions: int) -> None:
@@ -71,6 +73,11 @@ class Adapter(nn.Module, ABC):
     def parallel(self) -> Parallel | None:
         """How it proposes several tokens in one pass; None for a plain drafter, and a target."""
         return parallel_of(self.model.config)
+
+    @property
+    def blocks(self) -> int:
+        """Proposals of a chain that it was trained for; 1 where it reads its own like any text."""
+        return 1 if self.parallel is None else self.parallel.blocks
 
     @property
     def is_constant(self) -> bool:
@@ -143,9 +150,23 @@ class Adapter(nn.Module, ABC):
     def head(self) -> "Head | None":
         """The output head, where logits are nothing but what it makes of the last states."""
 
-    def forward(self, tokens: Tensor, keep: Tensor, packing: Packing | None = None) -> Tensor:
-        """`states`: data-parallel wrappers see the forward pass of training."""
-        return self.states(tokens, keep, packing)
+    def read(
+        self, tokens: Tensor, keep: Tensor, layers: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor | None]:
+        """`states`, and beside them the residual streams of `layers`, joined: [B, T, F].
+
+        Raises ValueError for a model that does not show its layers.
+        """
+        if not layers:
+            return self.states(tokens, keep), None
+        raise ValueError(f"{type(self).__name__} shows no hidden states")
+
+    def forward(self, entries: Chains, features: Tensor | None = None) -> Tensor:
+        """The states [N, H] of `entries`: data-parallel wrappers see the forward pass of training.
+
+        features: the target's residual streams [B, T, F], where the draft `reads` some.
+        """
+        return self.states(entries.tokens, entries.keep, entries.packing)
 
     def renew(self) -> None:
         """Follow weights that were changed in place by others, as in training."""
@@ -268,6 +289,7 @@ class CausalAdapter(Adapter):
         self._kept_head: Head | None = None
         self._chooses_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._model_takes, self._stack_takes = map(cache_argument, (model, model.base_model))
+        self._streams = Streams(model)
         self.renew()
 
     @property
@@ -277,16 +299,34 @@ class CausalAdapter(Adapter):
     def step(self, tokens: Tensor, *, positions: Tensor, cache: SlotCache, last: int = 0) -> Tensor:
         if self._kept_head is not None:
             inputs = self._cached_inputs(tokens, positions, cache, self._stack_takes)
-            states = self.model.base_model(**inputs).last_hidden_state
+            states = self._pass(self.model.base_model, inputs, cache).last_hidden_state
             return self._kept_head(states[:, -last:])
         inputs = self._cached_inputs(tokens, positions, cache, self._model_takes)
         if self._chooses_logits:
             inputs["logits_to_keep"] = last
-        return self._cut(self.model(**inputs).logits[:, -last:])
+        return self._cut(self._pass(self.model, inputs, cache).logits[:, -last:])
 
     def prefill(self, tokens: Tensor, *, positions: Tensor, cache: SlotCache) -> None:
         inputs = self._cached_inputs(tokens, positions, cache, self._stack_takes)
-        self.model.base_model(**inputs)
+        self._pass(self.model.base_model, inputs, cache)
+
+    def _pass(self, module: Any, inputs: dict[str, Any], cache: SlotCache) -> Any:
+        """What `module` makes of `inputs`; the cache keeps the residual streams that it taps."""
+        if not cache.taps:
+            return module(**inputs)
+        self._streams.open(cache.taps)
+        outputs = module(**inputs)
+        for layer, states in self._streams.close().items():
+            cache.keep(layer, states)
+        return outputs
+
+    def read(
+        self, tokens: Tensor, keep: Tensor, layers: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor | None]:
+        self._streams.open(layers)
+        states = self.states(tokens, keep)
+        caught = self._streams.close()
+        return states, torch.cat([caught[layer] for layer in layers], -1) if layers else None
 
     def states(self, tokens: Tensor, keep: Tensor, packing: Packing | None = None) -> Tensor:
         # A model that does more than its head (soft-capped or scaled logits) has none.

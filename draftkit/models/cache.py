@@ -7,7 +7,8 @@ the shape that layer uses (grouped-query attention included). This module knows 
 decoder keeps them and says how many slots are `visible`.
 
 For encoder-decoder models a row also holds the keys and values of its encoder's text, written once
-when a request joins and only read from then on.
+when a request joins and only read from then on. Where a drafter reads the target's hidden states,
+`streams` hold them, slot by slot like keys: what is rolled back is written again.
 """
 
 from collections.abc import Iterable
@@ -57,13 +58,15 @@ class SlotCache(Cache):
         self._selected: Tensor | int | None = None  # rows in use, as in `select`
         self._positions: Tensor | None = None  # [B, N] slots that the next update writes
         self.encoder_capacity = encoder_capacity
+        self.taps: tuple[int, ...] = ()  # the residual streams that passes keep, by their layer
+        self.streams: dict[int, Tensor] = {}  # of each [rows, capacity, H]
         self._encoder: list[tuple[Tensor, Tensor]] = []  # [rows, E, heads, D] of each layer
         self._encoder_lengths: Tensor | None = None  # [rows], 0 for a row that has no text
 
     @property
     def is_made(self) -> bool:
         """Whether a pass has made the buffers; until then nothing may be compiled over them."""
-        return bool(self._keys)
+        return bool(self._keys) and self.streams.keys() >= {*self.taps}
 
     def select(self, rows: Tensor | int | None, *, visible: int) -> "SlotCache":
         """Use `rows` [B] (a number: so many from the first on; None: all) and `visible` slots."""
@@ -92,6 +95,13 @@ class SlotCache(Cache):
             self._write(self._keys[layer_idx], key_states),
             self._write(self._values[layer_idx], value_states),
         )
+
+    def keep(self, layer: int, states: Tensor) -> None:
+        """Keep the residual stream [B, N, H] behind so many layers in the slots of the pass."""
+        if layer not in self.streams:
+            shape = (self.rows, self.capacity, states.shape[-1])
+            self.streams[layer] = states.new_zeros(shape)
+        self.streams[layer][self._rows(states.device)[:, None], self._positions] = states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """0: positions and masks are always given, no model needs to derive them."""
@@ -131,11 +141,15 @@ class SlotCache(Cache):
 
     def _write(self, buffer: Tensor, states: Tensor) -> Tensor:
         assert self._positions is not None
-        rows = self._selected
-        if not isinstance(rows, Tensor):
-            rows = torch.arange(self.rows if rows is None else rows, device=buffer.device)
-        buffer[rows[:, None], :, self._positions] = states.transpose(1, 2)
+        rows = self._rows(buffer.device)[:, None]
+        buffer[rows, :, self._positions] = states.transpose(1, 2)
         return self._of_rows(buffer[:, :, : self.visible])
+
+    def _rows(self, device: torch.device) -> Tensor:
+        """The numbers [B] of the selected rows."""
+        if isinstance(self._selected, Tensor):
+            return self._selected
+        return torch.arange(self.rows if self._selected is None else self._selected, device=device)
 
     def _of_rows(self, seen: Tensor) -> Tensor:
         """The selected rows of `seen`: a copy, unless they are the first so many or all."""

@@ -37,8 +37,10 @@ from draftkit.models.adapter import Adapter, CausalAdapter
 from draftkit.models.attention import fit_to_device
 from draftkit.models.devices import resolve_device, resolve_dtype
 from draftkit.models.files import KEPT_IDS, check_weights, unread
+from draftkit.models.head_files import kind_of_head, load_head
+from draftkit.models.heads import EAGLE3, MEDUSA, head_class
 from draftkit.models.lora import save_plain
-from draftkit.models.parallel import PARD, parallel_of
+from draftkit.models.parallel import PARD, PLAIN, parallel_of
 from draftkit.models.probe import check_packing, check_passes
 from draftkit.models.seq2seq import Seq2SeqAdapter, start_token
 from draftkit.models.shrink import read_kept_ids, write_kept_ids
@@ -264,6 +266,9 @@ def load_draft(model: DraftConfig, target: Outline, *, dtype: torch.dtype | None
     that cannot be loaded or does not share the vocabulary.
     """
     dtype, device = dtype or target.dtype, target.device
+    shape = model_config(model)
+    if head_class(shape) is not None:
+        return load_head_of(model, shape, target, dtype)
     loaded, size, kept_ids = load_sharing(model, target.tokenizer, dtype=dtype, device=device)
     if isinstance(target, Target):
         check_same_shape(target.adapter.model.config, loaded.config)
@@ -273,6 +278,19 @@ def load_draft(model: DraftConfig, target: Outline, *, dtype: torch.dtype | None
     if adapter.parallel is not None:
         check_packing(adapter, f"draft.path {model.path}")
     return adapter
+
+
+def load_head_of(
+    model: DraftConfig, shape: PreTrainedConfig, target: Outline, dtype: torch.dtype
+) -> Adapter:
+    """A head, whose folder may have no tokenizer. It reads a target, which must be in memory."""
+    if not isinstance(target, Target):
+        raise ValueError(
+            f"draft.path {model.path}: a head reads the target's hidden states, and the target is "
+            "not loaded: use generate.hidden_states=true, or generate.top_k=0"
+        )
+    check_kind(model, shape)
+    return load_head(model, shape, target.adapter, dtype=dtype)
 
 
 def load_sharing(
@@ -305,7 +323,13 @@ def check_same_shape(target: PreTrainedConfig, draft: PreTrainedConfig) -> None:
 
 
 def check_kind(model: DraftConfig, config: PreTrainedConfig) -> None:
-    """Raise ValueError where `draft.kind` asks for a parallel drafter, and `config` is of none."""
+    """Raise ValueError where `draft.kind` asks for another drafter than that of `config`."""
+    own = PLAIN if head_class(config) is None else kind_of_head(config)
+    if {own, model.kind} & {EAGLE3, MEDUSA} and model.kind not in (own, PLAIN):
+        raise ValueError(
+            f"draft.path {model.path}: a drafter of the kind {own}, and draft.kind={model.kind}: "
+            f"give draft.kind={own}"
+        )
     if model.kind == PARD and parallel_of(config) is None:
         raise ValueError(
             f"draft.path {model.path}: a plain drafter (its config.json names no pard_token), and "
@@ -354,8 +378,12 @@ def save_model(
 
 
 def save_draft(draft: Adapter, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """`save_model` of a draft: a folder that `load_draft`, and serving, can load."""
-    save_model(draft.model, tokenizer, folder, kept_ids=draft.kept_ids)
+    """`save_model` of a draft: a folder that `load_draft`, and serving, can load.
+
+    The ids that a head keeps are among its weights.
+    """
+    kept = None if draft.reads else draft.kept_ids
+    save_model(draft.model, tokenizer, folder, kept_ids=kept)
 
 
 def with_path(model: Model, path: Path) -> Model:

@@ -63,7 +63,7 @@ def save_plain(model: PreTrainedModel, folder: Path) -> None:
     Its generation_config.json is one that every release of transformers writes.
     """
     given = model.generation_config
-    model.generation_config = valid_generation(given)
+    model.generation_config = given and valid_generation(given)
     try:
         model.save_pretrained(folder, state_dict=merged_weights(model))
     finally:

@@ -26,7 +26,7 @@ class TabularAdapter:
     is V, or V + 1 for a parallel draft, whose masks have the id V.
     """
 
-    has_encoder, start_id = False, None
+    has_encoder, start_id, reads = False, None, ()
 
     def __init__(
         self, table: Tensor, memory: Tensor | None = None, *, max_positions: int = UNBOUNDED
@@ -45,6 +45,10 @@ class TabularAdapter:
     @property
     def parallel(self) -> Parallel | None:
         return Parallel(self.vocab_size, 3) if self.ids > self.vocab_size else None
+
+    @property
+    def blocks(self) -> int:
+        return 1 if self.parallel is None else self.parallel.blocks
 
     @property
     def is_constant(self) -> bool:

@@ -66,7 +66,7 @@ def make_trainer(
     """
     # One that proposes in one pass already, as the daemon's does, has that behind it.
     plain_share = 0.0 if draft.parallel else config.draft.pard.plain_share or 0.0
-    if config.draft.kind == PARD:
+    if config.draft.kind == PARD and not draft.reads:
         draft = made_parallel(draft, config.draft.pard.tokens, target.tokenizer, texts)
     if draft.parallel is not None:
         check_unused(draft.parallel, texts)
@@ -75,7 +75,7 @@ def make_trainer(
         checkpoint_activations(draft.model)
     divergence = config.divergence
     teacher: Teacher | None = None
-    if loss is not None or divergence.names != {"next_token"}:
+    if loss is not None or divergence.names != {"next_token"} or draft.reads:
         known = isinstance(target, Target)
         teacher = TargetTeacher(target.adapter) if known else StoredTeacher()
     return Trainer(

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from draftkit.data.prompts import Example
@@ -120,11 +121,35 @@ class Batch:
         order = torch.arange(int(self.predicting.sum()), device=self.input_ids.device)
         return Chains(self.input_ids, self.predicting, None, order, torch.zeros_like(order))
 
-    def chains(self, parallel: Parallel, decay: float, generator: torch.Generator) -> Chains:
+    def unrolled(self, steps: int) -> Chains:
+        """The rows as a head learns on them (`models.heads`).
+
+        Chains of `steps` begin at every predicting token, of drafted blocks where they were drawn.
+        The first token of a text has no features before it.
+        """
+        predicting = self.predicting
+        number = predicting.flatten().cumsum(0).view_as(self.input_ids) - 1
+        begins = predicting.clone()
+        begins[:, 0] = False
+        if self.block_offset is not None:
+            begins[:, :-1] &= self.block_offset[:, 1:] == 0
+        keep, predicted = [], []
+        for step in range(steps):
+            inside = functional.pad(predicting[:, step:], (0, step)) & begins
+            keep.append(inside)
+            predicted.append(functional.pad(number[:, step:], (0, step))[inside])
+        blocks = [torch.full_like(part, step) for step, part in enumerate(predicted)]
+        return Chains(
+            self.input_ids, torch.stack(keep), None, torch.cat(predicted), torch.cat(blocks)
+        )
+
+    def chains(
+        self, parallel: Parallel, decay: float, generator: torch.Generator, *, heads: bool = False
+    ) -> Chains:
         """The rows as a parallel draft learns on them.
 
         Chains begin at every predicting token, and a share of them that falls by `decay` goes on;
-        of drafted blocks the whole chain that drew them.
+        of drafted blocks the whole chain that drew them. heads: a head's, as in `unrolled`.
         """
         predicting = self.predicting
         if self.block_offset is None:
@@ -134,6 +159,8 @@ class Batch:
             depth = torch.zeros_like(self.input_ids).masked_scatter(
                 predicting, first * parallel.blocks
             )
+        if heads:
+            depth[:, 0] = 0
         return chains(self.input_ids, predicting, depth, token=parallel.token)
 
     def micro_batches(self, count: int) -> list["Batch"]:

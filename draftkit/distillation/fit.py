@@ -23,7 +23,7 @@ from draftkit.distillation.progress import CLOSING, OPENING, reporting, row_text
 from draftkit.distillation.ranks import agree
 from draftkit.distillation.sources import TrainingTexts, make_source
 from draftkit.distillation.trainer import Trainer, TrainingFailed
-from draftkit.evaluation.alpha import estimates, score_contexts, score_stored
+from draftkit.evaluation.alpha import by_place, estimates, score_contexts, score_stored
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import Outline, Target, save_draft
 from draftkit.models.parallel import PARD
@@ -204,8 +204,8 @@ class Fitting:
     def alpha(self, section: str, step: int) -> float:
         """What chooses the weights, of the draft on the validation records, logged as `section`.
 
-        It is alpha. For a parallel draft it is the tokens a pass of the target at the number of
-        proposals that it is trained for: alpha is that of the first proposal alone. For
+        It is alpha. For a draft that proposes chains it is the tokens a pass of the target at the
+        number of proposals that it is trained for: alpha is that of the first alone. For
         `ce_argmax`, whose drafts propose their argmax, it is the acceptance of that. Without a
         target, from its stored scores: then alpha counts what is certain, and the most that may be
         missing is logged beside it.
@@ -223,9 +223,11 @@ class Fitting:
         if alpha.ci95:
             metrics |= {"low": alpha.low, "high": alpha.high}
         chosen = "alpha"
-        if draft.parallel is not None:
+        if by_place(draft):
             chosen = "acceptance_length"
-            metrics[chosen] = scored.tokens_a_pass("alpha", draft.parallel.blocks).mean
+            metrics[chosen] = scored.tokens_a_pass("alpha", draft.blocks).mean
+            for gamma in range(1, draft.blocks + 1) if draft.reads else ():
+                metrics[f"tau_{gamma}"] = scored.tokens_a_pass("alpha", gamma).mean
         elif config.divergence.names == {"ce_argmax"} and "alpha_greedy_draft" in by_mode:
             chosen = "alpha_greedy_draft"
             metrics[chosen] = by_mode[chosen].mean

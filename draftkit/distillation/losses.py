@@ -196,16 +196,20 @@ class TargetTeacher:
     target: Adapter
 
     @torch.no_grad()
-    def score(self, batch: Batch) -> TargetScores:
-        """Run the target once over `batch`."""
-        states = self.target.states(batch.input_ids, batch.predicting)
-        return FullScores(states, self.target.head)
+    def score(
+        self, batch: Batch, layers: tuple[int, ...] = ()
+    ) -> tuple[TargetScores, Tensor | None]:
+        """Run the target once over `batch`: its scores, and its streams of `layers` [B, T, F]."""
+        states, features = self.target.read(batch.input_ids, batch.predicting, layers)
+        return FullScores(states, self.target.head), features
 
 
 class StoredTeacher:
     """Scores that lie with the texts: no target in memory."""
 
-    def score(self, batch: Batch) -> TargetScores:
+    def score(
+        self, batch: Batch, layers: tuple[int, ...] = ()
+    ) -> tuple[TargetScores, Tensor | None]:
         """Read them. Raises ValueError for a batch without."""
         stored = (batch.topk_ids, batch.topk_log_probs, batch.tail_mass)
         parts = [batch.generated(values) for values in stored if values is not None]
@@ -214,7 +218,7 @@ class StoredTeacher:
                 "generate.top_k: these texts have no stored scores: use source=target or fixed, or "
                 "generate.top_k=0"
             )
-        return TopKScores(*parts)
+        return TopKScores(*parts), None
 
 
 Teacher = TargetTeacher | StoredTeacher

@@ -27,14 +27,15 @@ from draftkit.theory.noise import DROPOUT, uniform
 
 BETAS = (0.9, 0.98)  # of AdamW: decay of the first and the second moment
 RATE_TIMES_WIDTH = 0.1
-CHAIN_DECAY = 0.7  # of a parallel draft, where `divergence.position_decay` is null
+# Where `divergence.position_decay` is null: of a parallel draft, and of a head that is unrolled.
+CHAIN_DECAY, UNROLLED_DECAY = 0.7, 0.8
 
 
 @dataclass(frozen=True)
 class StepMetrics:
     """What one step did. `alpha` is the mean of sum_x min(p, q) before it, as in the loss.
 
-    Of a parallel draft that of the first proposals; `tokens` counts each token once.
+    Of a draft that learns chains that of the first proposals; `tokens` counts each token once.
     """
 
     loss: float
@@ -248,30 +249,36 @@ class Trainer:
 
     @property
     def _decay(self) -> float:
-        """The weight of a proposal of a parallel draft over the one before it."""
+        """The weight of a proposal of a chain over the one before it."""
         decay = self.objective.divergence.position_decay
-        return CHAIN_DECAY if decay is None else decay
+        if decay is not None:
+            return decay
+        return UNROLLED_DECAY if self.parallel is None else CHAIN_DECAY
 
     def _entries(self, part: Batch) -> Chains:
         """What the draft reads of a micro-batch, and which tokens it predicts.
 
         A parallel draft begins with its first proposal alone (`draft.pard.plain_share`).
         """
+        reads = bool(self.draft.reads)
         is_plain = self.steps < round(self._plain_share * self.optim.max_steps)
         if self.parallel is None or (is_plain and part.block_offset is None):
-            return part.entries
+            steps = self.draft.blocks if self.parallel is None else 1
+            return part.unrolled(steps) if reads else part.entries
         process = self.accelerator.process_index
         seed = dropout_seed(seed=self._seed, process=process, step=self.steps)
-        return part.chains(self.parallel, self._decay, torch.Generator().manual_seed(seed))
+        generator = torch.Generator().manual_seed(seed)
+        return part.chains(self.parallel, self._decay, generator, heads=reads)
 
     def _weights(self, part: Batch, entries: Chains) -> Tensor:
         """How much each entry [N] of a micro-batch counts."""
-        divergence, chained = self.objective.divergence, self.parallel is not None
-        if not chained:
+        divergence = self.objective.divergence
+        if self.parallel is None and not self.draft.reads:
             return token_weights(part, divergence)
         weights = token_weights(part, replace(divergence, position_decay=None))
         # What was dropped is made up for by what is left.
-        dropped, most = part.block_offset is None, int(entries.blocks.max()) + 1
+        dropped = part.block_offset is None and self.parallel is not None
+        most = int(entries.blocks.max()) + 1 if len(entries.blocks) else 0
         of_blocks = [
             self._decay**block / (kept_share(block, self._decay) if dropped else 1)
             for block in range(most)
@@ -286,8 +293,10 @@ class Trainer:
         The target reads each text once, whatever the entries are.
         """
         # Of one micro-batch at a time, since that may be logits.
-        scores = None if self.teacher is None else self.teacher.score(part)
-        if scores is not None and self.parallel is not None:
+        scores = features = None
+        if self.teacher is not None:
+            scores, features = self.teacher.score(part, self.draft.reads)
+        if scores is not None and (self.parallel is not None or self.draft.reads):
             scores = scores.at(entries.predicted)
         if scores is not None and self.objective.outcomes is not None:
             scores = scores.among(self.objective.outcomes)
@@ -305,7 +314,7 @@ class Trainer:
 
         enabled, device = self._autocast is not None, self.draft.device.type
         with torch.autocast(device, self._autocast, enabled=enabled):
-            states = self._module(entries.tokens, entries.keep, entries.packing)
+            states = self._module(entries, features)
         head, dtype = self.draft.head, self._autocast
         value = chunked_sum(weighted, states=states, head=head, dtype=dtype)
         return value, float(sum(overlaps))

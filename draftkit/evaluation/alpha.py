@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from draftkit.config import SamplingConfig
 from draftkit.data.rollouts import Record, document_of
 from draftkit.models.adapter import Adapter
-from draftkit.models.parallel import chains
+from draftkit.models.parallel import Chains, chains
 from draftkit.theory.acceptance import (
     LEAST_UNITS,
     MODES,
@@ -143,14 +144,23 @@ def score_drafts(
     shares: dict[str, dict[str, list[Tensor]]] = {n: {m: [] for m in modes} for n in drafts}
     accepted: dict[str, list[Tensor]] = {n: [] for n in drafts}
     entropies: list[Tensor] = []
+    layers = tuple(sorted({layer for draft in drafts.values() for layer in draft.reads}))
     for first in range(0, len(contexts), batch_size):
         chunk = contexts[first : first + batch_size]
         target_rows = []
-        for laws in _served(target, chunk, *own_too):
+        logits, features = _read(target, chunk, layers)
+        for laws in _served(chunk, logits, *own_too):
             target_rows.append(laws[0])
             entropies.append(torch.special.entr(laws[-1]).sum(-1).double().cpu())
         for name, draft in drafts.items():
-            draft_rows = _proposed(draft, chunk, *as_proposed, blocks=blocks)
+            own = [features[layer] for layer in draft.reads]
+            draft_rows = _proposed(
+                draft,
+                chunk,
+                *as_proposed,
+                blocks=blocks,
+                features=torch.cat(own, -1) if own else None,
+            )
             for one, target_probs, positions in zip(chunk, target_rows, draft_rows, strict=True):
                 by_mode: dict[str, list[Tensor]] = {mode: [] for mode in modes}
                 tokens = torch.tensor(one.output_ids, device=target_probs.device)
@@ -166,7 +176,7 @@ def score_drafts(
                         share = SHARES.get(mode, sampled_share)(**both, tokens=tokens[at:])
                         by_mode[mode].append(share.double().cpu())
                 for mode, columns in by_mode.items():
-                    shares[name][mode].append(_side_by_side(columns, draft.parallel is not None))
+                    shares[name][mode].append(_side_by_side(columns, by_place(draft)))
     for name, sums in totals.items():
         if not all(map(math.isfinite, sums["alpha"])):
             raise ValueError(f"logits of the target or of the drafter ({name}) are not finite")
@@ -193,18 +203,36 @@ def _by_prompt(contexts: Sequence[Record], totals: dict[str, list[float]]) -> Pr
     )
 
 
+def by_place(draft: Adapter) -> bool:
+    """Whether the law of a proposal depends on its place in a round, beside the text before it."""
+    return draft.parallel is not None or bool(draft.reads)
+
+
+def _read(
+    model: Adapter, contexts: Sequence[Record], layers: tuple[int, ...] = ()
+) -> tuple[list[Tensor], dict[int, Tensor]]:
+    """The logits [M, V] of `model` at the outputs of each of `contexts`, and its streams of
+    `layers`, each [B, T, H]."""
+    prompts, outputs = [c.prompt_ids for c in contexts], [c.output_ids for c in contexts]
+    tokens, keep = padded(prompts, outputs, model.device)
+    streams: dict[int, Tensor] = {}
+    if layers:
+        logits, joined = model.read(tokens, keep, layers)
+        assert joined is not None
+        streams = dict(zip(layers, joined.chunk(len(layers), -1), strict=True))
+        logits = logits if model.head is None else model.head(logits)
+    else:
+        logits = model.score(tokens, keep)
+    return list(logits.split([len(one.output_ids) for one in contexts])), streams
+
+
 def _served(
-    model: Adapter,
-    contexts: Sequence[Record],
-    *samplings: SamplingConfig | None,
+    contexts: Sequence[Record], logits: Sequence[Tensor], *samplings: SamplingConfig | None
 ) -> Iterator[list[Tensor]]:
-    """The probabilities [M, V] of `model` at the outputs of each of `contexts`, by `samplings`.
+    """The probabilities [M, V] of each of `contexts`, by `samplings`, of its `logits` [M, V].
 
     One text at a time, so that what is made of its logits stays in a processor's cache.
     """
-    prompts, outputs = [c.prompt_ids for c in contexts], [c.output_ids for c in contexts]
-    tokens, keep = padded(prompts, outputs, model.device)
-    logits = model.score(tokens, keep).split([len(one.output_ids) for one in contexts])
     for context, rows in zip(contexts, logits, strict=True):
         yield [_warped(rows, context, sampling or sampling_of(context)) for sampling in samplings]
 
@@ -214,34 +242,82 @@ def _proposed(
     contexts: Sequence[Record],
     *samplings: SamplingConfig | None,
     blocks: int | None = None,
+    features: Tensor | None = None,
 ) -> Iterator[Iterable[list[Tensor]]]:
     """Of each text the probabilities of proposals, by their position in a round, by `samplings`.
 
-    A draft that proposes token by token has one position, which stands for all.
+    A draft that reads its own proposals like any text has one position, which stands for all.
+    features: of the target on the padded texts [B, T, F], for a head.
     """
-    if draft.parallel is None:
-        yield from ([laws] for laws in _served(draft, contexts, *samplings))
-    else:
-        yield from (_chained(draft, one, *samplings, blocks=blocks) for one in contexts)
+    if not by_place(draft):
+        logits, _ = _read(draft, contexts)
+        yield from ([laws] for laws in _served(contexts, logits, *samplings))
+        return
+    for row, one in enumerate(contexts):
+        own = None if features is None else features[row : row + 1]
+        yield _chained(draft, one, *samplings, blocks=blocks, features=own)
 
 
 def _chained(
-    draft: Adapter, context: Record, *samplings: SamplingConfig | None, blocks: int | None = None
+    draft: Adapter,
+    context: Record,
+    *samplings: SamplingConfig | None,
+    blocks: int | None = None,
+    features: Tensor | None = None,
 ) -> Iterator[list[Tensor]]:
-    """The probabilities [M - b, V] of each block b of a parallel draft, by `samplings`.
+    """The probabilities [M - b, V] of each block b of a draft that proposes chains, by `samplings`.
 
     Row i is what the draft proposes as token i + b of the output, in a round that begins behind i
-    tokens of it.
+    tokens of it; zeros where a head has no features, behind a text of one token.
     """
+    count = len(context.output_ids)
+    blocks = min(blocks or draft.blocks, count)
+    tokens, keep = padded([context.prompt_ids], [context.output_ids], draft.device)
+    if features is not None:
+        features = features[:, : tokens.shape[1]]
+    if draft.parallel is None:
+        rows = _unrolled(tokens, keep, blocks)
+        parts = draft(rows, features).split([int(part.sum()) for part in rows.keep])
+    else:
+        parts = _in_one_pass(draft, context, tokens, keep, blocks, features)
+    lacking = features is not None and len(context.prompt_ids) < 2
+    for made in parts:
+        logits = made if draft.head is None else draft.head(made)
+        if lacking:
+            logits = torch.cat([logits.new_zeros(1, draft.vocab_size), logits])
+        laws = [_warped(logits, context, one or sampling_of(context)) for one in samplings]
+        for law in laws:
+            law[:lacking] = 0
+        yield laws
+
+
+def _unrolled(tokens: Tensor, keep: Tensor, blocks: int) -> Chains:
+    """The entries of a head on a text [1, T], of which the outputs are predicted where `keep`."""
+    begins = keep.clone()
+    begins[:, 0] = False
+    ahead = [functional.pad(keep[:, block:], (0, block)) & begins for block in range(blocks)]
+    none = tokens.new_zeros(0)
+    return Chains(tokens, torch.stack(ahead), None, none, none)
+
+
+def _in_one_pass(
+    draft: Adapter,
+    context: Record,
+    tokens: Tensor,
+    keep: Tensor,
+    blocks: int,
+    features: Tensor | None,
+) -> list[Tensor]:
+    """The states [M - b, H] of each block b of a parallel draft."""
     assert draft.parallel is not None
     count = len(context.output_ids)
-    blocks = min(blocks or draft.parallel.blocks, count)
-    tokens, keep = padded([context.prompt_ids], [context.output_ids], draft.device)
     first = len(context.prompt_ids) - 1
     states: list[list[Tensor]] = [[] for _ in range(blocks)]
     for begin in range(0, count, CHAINS_AT_ONCE):
         depth = torch.zeros_like(tokens)
         depth[:, first + begin : first + begin + CHAINS_AT_ONCE] = blocks
+        if features is not None:
+            depth[:, 0] = 0
         end = first + begin + CHAINS_AT_ONCE + blocks
         rows = chains(
             tokens[:, :end],
@@ -249,13 +325,10 @@ def _chained(
             depth[:, :end] * keep[:, :end],
             token=draft.parallel.token,
         )
-        made = draft.states(rows.tokens, rows.keep, rows.packing)
+        made = draft(rows, None if features is None else features[:, :end])
         for block, parts in enumerate(states):
             parts.append(made[rows.blocks == block])
-    for parts in states:
-        made = torch.cat(parts)
-        logits = made if draft.head is None else draft.head(made)
-        yield [_warped(logits, context, one or sampling_of(context)) for one in samplings]
+    return [torch.cat(parts) for parts in states]
 
 
 def _side_by_side(columns: Sequence[Tensor], parallel: bool) -> Tensor:
@@ -328,7 +401,7 @@ def score_stored(
                 if position == 0:
                     totals.append(float(low.double().sum()))
                     missing.append(float((high - low).double().sum()))
-            shares.append(_side_by_side(columns, draft.parallel is not None))
+            shares.append(_side_by_side(columns, by_place(draft)))
     scored = replace(_by_prompt(contexts, {"alpha": totals}), shares={"alpha": shares})
     return scored, torch.tensor(missing, dtype=torch.float64)
 

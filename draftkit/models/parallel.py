@@ -53,10 +53,13 @@ class Packing:
 
 
 class Chains(NamedTuple):
-    """Rows with the masks of their chains, and what each predicting entry is, row by row."""
+    """Rows with the masks of their chains, and what each predicting entry is, row by row.
+
+    Of a head that is unrolled (`heads`) entries are the texts' tokens, step by step.
+    """
 
     tokens: Tensor  # [B, L]
-    keep: Tensor  # [B, L] bool: the N entries
+    keep: Tensor  # [B, L] bool, unrolled [S, B, T]: the N entries
     packing: Packing | None
     predicted: Tensor  # [N] which of the M generated tokens it predicts
     blocks: Tensor  # [N]

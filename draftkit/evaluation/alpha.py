@@ -325,7 +325,10 @@ def _in_one_pass(
             depth[:, :end] * keep[:, :end],
             token=draft.parallel.token,
         )
-        made = draft(rows, None if features is None else features[:, :end])
+        if features is None:
+            made = draft.states(rows.tokens, rows.keep, rows.packing)
+        else:
+            made = draft(rows, features[:, :end])
         for block, parts in enumerate(states):
             parts.append(made[rows.blocks == block])
     return [torch.cat(parts) for parts in states]

@@ -24,7 +24,7 @@ class Bigram(nn.Module):
     weight_bytes = 8 * VOCAB * VOCAB
     signature = "bigram"
     has_encoder, start_id = False, None
-    parallel = None
+    parallel, reads, blocks = None, (), 1
 
     def __init__(self, seed, spread=1.0):
         super().__init__()
@@ -35,10 +35,16 @@ class Bigram(nn.Module):
     head = None
     kept_ids = None
 
-    def forward(self, tokens, keep, packing=None):
+    def states(self, tokens, keep, packing=None):
         return self.table[tokens[keep]]
 
-    score = states = forward
+    score = states
+
+    def read(self, tokens, keep, layers):
+        return self.states(tokens, keep), None
+
+    def forward(self, entries, features=None):
+        return self.states(entries.tokens, entries.keep)
 
     def step(self, tokens, *, positions, cache, last=0):
         return self.table[tokens[:, -last:]]

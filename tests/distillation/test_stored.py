@@ -25,7 +25,7 @@ def batch_and_scores(k, temperature):
     target = Bigram(1, spread=2.0)
     scored = stored_scores(target, records(), k=k, loss_temperature=temperature)
     batch = collate([sequence_of_record(one) for one in scored], device=CPU)
-    return batch, TargetTeacher(target).score(batch), StoredTeacher().score(batch)
+    return batch, TargetTeacher(target).score(batch)[0], StoredTeacher().score(batch)[0]
 
 
 def outcomes_without(never):
@@ -38,7 +38,7 @@ def losses(scores, batch, name, temperature, never=None, sampling=None):
     objective = Objective(
         DivergenceConfig(name=name), sampling or SamplingConfig(), temperature, outcomes=outcomes
     )
-    logits = draft(batch.input_ids, batch.predicting)
+    logits = draft.states(batch.input_ids, batch.predicting)
     return objective.losses(
         scores=scores if outcomes is None else scores.among(outcomes),
         draft_logits=logits,

@@ -24,7 +24,7 @@ class BigramModel:
 
     vocab_size = VOCAB
     max_positions = 100
-    parallel = None
+    parallel, reads = None, ()
     device = torch.device("cpu")
 
     def __init__(self, seed):
@@ -163,7 +163,7 @@ def test_bounds_of_stored_scores_hold_the_alpha_of_the_whole_target(cut, k, wide
     ]
 
     class Given:
-        parallel = None
+        parallel, reads = None, ()
 
         device = torch.device("cpu")
 

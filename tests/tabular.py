@@ -80,6 +80,8 @@ class TabularAdapter:
         previous = torch.where(first, self.before(cache), previous)
         older = (positions - 2).clamp(min=0)[..., None]
         left = values.gather(1, older.expand(-1, -1, self.vocab_size))
+        for layer in cache.taps:
+            cache.keep(layer, torch.stack([fed + 1, previous + 1], -1).to(self.dtype))
         logits = self.table[previous, fed] + left.masked_fill((positions < 2)[..., None], 0.0)
         return logits[:, -last:]
 
@@ -112,6 +114,86 @@ class TabularAdapter:
 
     def state_dict(self) -> dict[str, Tensor]:
         return {"table": self.table, "memory": self.memory}
+
+
+class TabularHead:
+    """A head on the target's hidden states, which are the marks of its last two tokens.
+
+    Its law depends on the token of its slot, on the last token that the features tell of, on the
+    one before it, and on the token that its own cache holds one slot back. A state is told from
+    features by marks of its own. With `mask` [2] it proposes in one pass.
+    """
+
+    reads, has_encoder, start_id, kept_ids = (0,), False, None, None
+
+    def __init__(self, draft: TabularAdapter, *, parallel: bool = False) -> None:
+        size = draft.vocab_size
+        self.vocab_size, self.max_positions = size, draft.max_positions
+        self.parallel = Parallel(size, 3) if parallel else None
+        generator = torch.Generator().manual_seed(len(draft.table) + int(draft.table.abs().sum()))
+
+        def near(table: Tensor, *shape: int) -> Tensor:
+            other = torch.randn(*shape, size, generator=generator, dtype=torch.float64)
+            return (other + table.expand_as(other)) / 2**0.5
+
+        self.table = near(draft.table[:1, :1], 2 * size + 3, size + 1)  # [features, token]
+        self.memory = near(draft.memory[:1], size + 3)  # of the older token of the features
+        self.own = near(draft.memory[:1], size + 2)  # of the token one slot back
+
+    @property
+    def signature(self) -> object:
+        return (type(self), self.vocab_size, self.parallel)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.table.dtype
+
+    @property
+    def mask_features(self) -> Tensor:
+        return torch.tensor([2.0 * self.vocab_size + 2, self.vocab_size + 2.0]).double()
+
+    def project(self, features: Tensor) -> Tensor:
+        """Features [..., 2] as the place of a state [..., 2 + V]."""
+        return torch.cat([features, features.new_zeros(*features.shape[:-1], self.vocab_size)], -1)
+
+    def feed(
+        self, tokens: Tensor, hidden: Tensor, *, positions: Tensor, cache: Any, last: int = 0
+    ) -> Tensor:
+        """Write the tokens, look up the law; a state is marks and logits."""
+        marks = (tokens + 1).to(self.dtype)[:, None, :, None]
+        keys, _ = cache.at(positions).update(marks, marks, 0)
+        back = keys[:, 0, :, 0].long().gather(1, (positions - 1).clamp(min=0))
+        back = back.masked_fill(positions < 2, 0)  # there is no slot 0
+        newer, older = hidden[..., 0].long(), hidden[..., 1].long()
+        logits = self.table[newer, tokens] + self.memory[older] + self.own[back]
+        own = torch.stack([tokens + 1 + self.vocab_size, newer % (self.vocab_size + 1)], -1)
+        return torch.cat([own.to(self.dtype), logits], -1)[:, -last:]
+
+    def logits(self, states: Tensor) -> Tensor:
+        return states[..., 2:]
+
+    def law(self, text: Tensor, block: int) -> Tensor:
+        """The logits [V] of proposal `block` (from 0) of a round: `text` ends before it."""
+        size, begin = self.vocab_size, len(text) - block
+        marks = text + 1
+
+        def mark(place: int) -> int:
+            return int(marks[place]) if place >= 0 else size + 1  # before a text
+
+        token, back = text[-1], marks[-2] if len(text) > 2 else 0
+        if self.parallel is not None and block > 0:
+            token, back = size, size + 1 if block > 1 else marks[begin - 1]
+            newer, older = self.mask_features.long().tolist()
+            return self.table[newer, token] + self.memory[older] + self.own[back]
+        newer, older = mark(len(text) - 2), mark(len(text) - 3)
+        if block > 0:
+            newer += size
+            # A state tells of the token before it as it was told: by a state, or by features.
+            older = (older + size if block > 1 else older) % (size + 1)
+        return self.table[newer, token] + self.memory[older] + self.own[back]
+
+    def weights(self) -> dict[str, Tensor]:
+        return {"table": self.table, "memory": self.memory, "own": self.own}
 
 
 class EncodedAdapter(TabularAdapter):

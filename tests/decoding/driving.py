@@ -85,7 +85,8 @@ def view_of(
     group = make_group(state, list(range(len(texts))), gamma, DRAFT)
     visible = visible_slots(max(map(len, texts)) + gamma, 32)
     target: Any = SimpleNamespace(vocab_size=8)
-    bench: Any = SimpleNamespace(state=state, target=target, noise=noise.uniform)
+    cache = SimpleNamespace(streams={})
+    bench: Any = SimpleNamespace(state=state, target=target, noise=noise.uniform, cache=cache)
     return units.round_view(bench, RoundInputs(group, visible))
 
 

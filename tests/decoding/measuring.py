@@ -168,6 +168,8 @@ def _gathered(cache: Any, index: Tensor) -> Any:
     twin = type(cache)(len(index), cache.capacity, cache.encoder_capacity)
     twin._keys = [keys[index] for keys in cache._keys]
     twin._values = [values[index] for values in cache._values]
+    twin.taps = cache.taps
+    twin.streams = {layer: states[index] for layer, states in cache.streams.items()}
     twin._encoder = [(keys[index], values[index]) for keys, values in cache._encoder]
     if cache._encoder:
         twin._encoder_lengths = cache._encoder_lengths[index]

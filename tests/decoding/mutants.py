@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,11 +19,30 @@ from draftkit.decoding import round as units
 from draftkit.decoding.catalogue import PROPOSERS
 from draftkit.decoding.composite import StagedProposer
 from draftkit.decoding.ngrams import CountTable, PromptLookup
-from draftkit.decoding.proposers import DraftModelProposer, ParallelProposer, Proposal, Proposer
+from draftkit.decoding.proposers import (
+    DraftModelProposer,
+    HeadProposer,
+    ParallelProposer,
+    Proposal,
+    Proposer,
+)
 from draftkit.decoding.state import RoundView
+from draftkit.models import cache
 from draftkit.theory.warping import warp
-from tests.decoding.checks import ALL, EVERY, PENALTY, PLAIN, Made, Parts, Setting, in_turn
-from tests.tabular import TabularAdapter, random_adapter, with_masks
+from tests.decoding.checks import (
+    ALL,
+    EVERY,
+    PENALTY,
+    PLAIN,
+    PROMPT,
+    Made,
+    Parts,
+    Setting,
+    Text,
+    in_turn,
+    served,
+)
+from tests.tabular import TabularAdapter, TabularHead, random_adapter, with_masks
 from tests.theory.checks import stops_after_token_one
 from tests.theory.mutants import mutate
 
@@ -59,7 +78,25 @@ def hybrid_parallel(names: dict[str, Any], draft: TabularAdapter) -> Proposer:
     return names["HybridProposer"](PromptLookup(min_ngram=2), ParallelProposer(with_masks(draft)))
 
 
+def head(names: dict[str, Any], draft: TabularAdapter) -> Proposer:
+    made: Any = TabularHead(draft)
+    return names["HeadProposer"](made)
+
+
+def head_in_one_pass(names: dict[str, Any], draft: TabularAdapter) -> Proposer:
+    made: Any = TabularHead(draft, parallel=True)
+    return names["HeadProposer"](made)
+
+
+def hybrid_head(names: dict[str, Any], draft: TabularAdapter) -> Proposer:
+    made: Any = TabularHead(draft)
+    return names["HybridProposer"](PromptLookup(min_ngram=2), HeadProposer(made))
+
+
 MAKERS: dict[str, Make] = {
+    "head": head,
+    "head in one pass": head_in_one_pass,
+    "hybrid of a head": hybrid_head,
     "parallel": parallel,
     "staged": staged,
     "staged once": staged_once,
@@ -251,13 +288,45 @@ EDITS: dict[str, Edit] = {
         LONG,
         hybrid,
     ),
+    # Heads
+    "features of the wrong token": Edit(
+        proposers,
+        "view.features((positions - 1).clamp",
+        "view.features((positions).clamp",
+        LONG,
+        head,
+    ),
+    "the state of a proposal stays for features": Edit(
+        proposers, "text = view.group.most + 1  # ", "text = 1  # ", Setting(tokens=4), head
+    ),
+    "a state of two steps before": Edit(
+        proposers,
+        "state = self.draft.feed(token[:, None], state, ",
+        "self.draft.feed(token[:, None], state, ",
+        DRAWN,
+        head,
+    ),
+    "masks with features of the text": Edit(
+        proposers,
+        "torch.where(is_text[:, None], features, self.draft.mask_features)",
+        "features",
+        DRAWN,
+        head_in_one_pass,
+    ),
+    "hidden states one slot late": Edit(
+        cache,
+        "[:, None], self._positions] = states",
+        "[:, None], (self._positions + 1).clamp(max=self.capacity - 1)] = states",
+        LONG,
+        head,
+    ),
     "masks of the last round stay": Edit(
         proposers, "text = view.group.most + 1  # ", "text = 2  # ", Setting(tokens=4), parallel
     ),
     "parallel proposals in another order than their laws": Edit(
         proposers,
-        "tokens, draft_probs = sample(probs=probs, uniform=uniforms), probs",
-        "tokens, draft_probs = sample(probs=probs, uniform=uniforms), probs.flip(1)",
+        "Proposal(sample(probs=probs, uniform=uniforms), probs, lengths",
+        "Proposal(sample(probs=probs, uniform=uniforms), probs.flip(1), lengths",
         DRAWN,
         parallel,
     ),
@@ -287,7 +356,26 @@ def mutant(name: str) -> Parts:
 
 def parts_of(make: Make = plain, names: dict[str, Any] = SHIPPED) -> Parts:
     """The shipped decoder with a proposer of that kind."""
-    return Parts(proposer=partial(make, names), proposals=in_turn if make is plain else None)
+    return Parts(proposer=partial(make, names), proposals=KNOWN.get(make))
+
+
+def by_head(setting: Setting, *, parallel: bool = False) -> Callable[[int, Text, Text], float]:
+    """The law of a head's proposals: each knows the text, what it has of it, and its block."""
+    made = TabularHead(setting.draft(), parallel=parallel)
+
+    def law(which: int, text: Text, block: Text) -> float:
+        product = 1.0
+        for n, token in enumerate(block):
+            whole = torch.tensor([*PROMPT, *text, *block[:n]])
+            seen = whole[: len(PROMPT) + len(text)] if parallel else whole
+            given: Any = SimpleNamespace(logits=lambda _, n=n, t=whole: made.law(t, n)[None, None])
+            product *= float(served(given, seen[None], setting.samplings[which])[0, token])
+        return product
+
+    return law
+
+
+KNOWN = {plain: in_turn, head: by_head, head_in_one_pass: partial(by_head, parallel=True)}
 
 
 class CautiousProposer(DraftModelProposer):

@@ -32,7 +32,6 @@ from torch.nn import functional
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import (
     LlamaMLP,
-    LlamaRMSNorm,
     LlamaRotaryEmbedding,
     apply_rotary_pos_emb,
 )
@@ -102,7 +101,7 @@ class LlamaForCausalLMEagle3(HeadModel):
         features = 3 * (getattr(config, "target_hidden_size", None) or size)
         self.fc = nn.Linear(features, size, bias=False)
         self.layers = nn.ModuleList([HeadLayer(config)])
-        self.norm = LlamaRMSNorm(size, eps=config.rms_norm_eps)
+        self.norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         self.rotary = LlamaRotaryEmbedding(config)
         if config.draft_vocab_size != config.vocab_size:
@@ -129,9 +128,9 @@ class HeadLayer(nn.Module):
         )
         self.mlp = LlamaMLP(config)
         eps = config.rms_norm_eps
-        self.input_layernorm = LlamaRMSNorm(size, eps=eps)  # on the embedding
-        self.hidden_norm = LlamaRMSNorm(size, eps=eps)  # on the features
-        self.post_attention_layernorm = LlamaRMSNorm(size, eps=eps)
+        self.input_layernorm = nn.RMSNorm(size, eps=eps)  # on the embedding
+        self.hidden_norm = nn.RMSNorm(size, eps=eps)  # on the features
+        self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
 
     def forward(
         self, embedded: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend

@@ -101,7 +101,7 @@ class LlamaForCausalLMEagle3(HeadModel):
         features = 3 * (getattr(config, "target_hidden_size", None) or size)
         self.fc = nn.Linear(features, size, bias=False)
         self.layers = nn.ModuleList([HeadLayer(config)])
-        self.norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
+        self.norm = Norm(size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         self.rotary = LlamaRotaryEmbedding(config)
         if config.draft_vocab_size != config.vocab_size:
@@ -109,6 +109,13 @@ class LlamaForCausalLMEagle3(HeadModel):
         if parallel_of(config) is not None:
             self.mask_hidden = nn.Parameter(torch.zeros(1, features))
         self.post_init()
+
+
+class Norm(nn.RMSNorm):
+    """RMSNorm in the precision of what it is given, also beside weights of another."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.rms_norm(x, self.normalized_shape, None, self.eps) * self.weight
 
 
 class HeadLayer(nn.Module):
@@ -128,9 +135,9 @@ class HeadLayer(nn.Module):
         )
         self.mlp = LlamaMLP(config)
         eps = config.rms_norm_eps
-        self.input_layernorm = nn.RMSNorm(size, eps=eps)  # on the embedding
-        self.hidden_norm = nn.RMSNorm(size, eps=eps)  # on the features
-        self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
+        self.input_layernorm = Norm(size, eps=eps)  # on the embedding
+        self.hidden_norm = Norm(size, eps=eps)  # on the features
+        self.post_attention_layernorm = Norm(size, eps=eps)
 
     def forward(
         self, embedded: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend

@@ -61,9 +61,9 @@ def distill(config: Config, folder: StageFolder) -> dict[str, Any]:
         target = config.target.location if config.target.path else None
         card = model_card(judged, target=target, name=config.name)
         write_text(temporary / CARD, card)
-        proposing = assistant_options(max(best_gamma_of(judged, "hf"), 1))
-        known = read_json(temporary / GENERATION_CONFIG)
-        write_json(temporary / GENERATION_CONFIG, known | proposing)
+        if (generation := temporary / GENERATION_CONFIG).exists():  # a head has none
+            proposing = assistant_options(max(best_gamma_of(judged, "hf"), 1))
+            write_json(generation, read_json(generation) | proposing)
     origin = read_json(evaluated / MANIFEST)["provenance"]
     page = decision_page(
         judged,

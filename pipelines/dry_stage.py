@@ -81,7 +81,7 @@ def steps_of(name: str, config: Config) -> int:
     """Of the training in a stage."""
     if name == "prepare":
         cut = config.draft.shrink
-        return cut.steps if cut.layers else config.draft.pretrain.max_steps
+        return cut.steps if cut.layers or config.draft.is_head else config.draft.pretrain.max_steps
     return config.optim.max_steps
 
 

@@ -21,6 +21,11 @@ def check_drafter(config: Config) -> None:
             "online.teacher=stored learns from the scores in the buffer: set online.buffer.top_k "
             "above 0, or online.teacher=target"
         )
+    if stored and config.draft.is_head:
+        raise ValueError(
+            f"draft.kind={config.draft.kind} needs online.teacher=target: a head reads the target's"
+            " hidden states, and no record has them"
+        )
     match = config.decode.verification == "match"
     if stored and (proposer == "argmax" or match):
         key = "decode.verification=match" if match else "decode.proposer=argmax"

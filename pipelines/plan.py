@@ -1,6 +1,7 @@
 """The plan: the table of stages, with what each reads, what it depends on and where it lies."""
 
 from dataclasses import replace
+from typing import Any
 
 from draftkit.config import COUNTING_NAMES, Config
 from draftkit.distillation.loop import BEST, CHECKPOINT
@@ -26,9 +27,15 @@ def carries_scores(config: Config) -> bool:
 
 
 def keeps_ids_of_rollouts(config: Config) -> bool:
-    """Whether the ids that a cut drafter keeps are counted in rollouts too."""
+    """Whether the ids that a drafter made of the target keeps are counted in rollouts too."""
     learned = config.source.name == "target" or reads_rollouts(config)
-    return bool(config.draft.shrink.vocabulary) and learned
+    return (config.draft.is_head or bool(config.draft.shrink.vocabulary)) and learned
+
+
+def head_settings(config: Config) -> dict[str, Any] | None:
+    """Of a head its kind and `draft.head`, which nothing else depends on."""
+    draft = config.draft
+    return {"kind": draft.kind, **vars(draft.head)} if draft.is_head else None
 
 
 def judges_trained(config: Config) -> bool:
@@ -93,6 +100,7 @@ GENERATE = Stage(
 PREPARE = Stage(
     name="prepare",
     reads=("seed", "data", "draft.pretrain", "draft.shrink"),
+    derived={"draft.head": head_settings},
     inputs=(TEXTS, TARGET_MODEL, GENERATE.where(keeps_ids_of_rollouts)),
     product="draft",
     shared=True,
@@ -134,7 +142,9 @@ TRAIN = Stage(
         *("evaluate.validation_prompts", "evaluate.max_new_tokens"),
         *ROLLOUTS,
     ),
-    derived={  # settings of decoding, where a source's texts depend on them
+    derived={
+        "draft.head": head_settings,
+        # settings of decoding, where a source's texts depend on them
         "decode.gamma": lambda config: (
             config.proposals if config.source.name in ("block", "replay") else None
         ),

@@ -11,9 +11,13 @@ from typing import Any
 from draftkit.config import REFUSE, Config
 from draftkit.data.rollouts import read_parts
 from draftkit.data.splits import read_splits
-from draftkit.distillation.pretrain import make_draft
+from draftkit.distillation.pretrain import draft_ids, make_draft
+from draftkit.models.head_files import check_head
+from draftkit.models.heads import head_class
 from draftkit.models.loading import (
+    check_kind,
     check_same_shape,
+    check_shows_layers,
     decoder_start,
     load_tokenizer,
     model_config,
@@ -28,8 +32,11 @@ from .stage import StageFolder
 
 
 def check(config: Config) -> None:
-    """Raise ValueError for a drafter that cannot be cut out of the target to be trained."""
+    """Raise ValueError for a drafter that cannot be made of the target to be trained."""
     options = config.draft.shrink
+    if config.draft.is_head:
+        check_pair(config)
+        draft_ids(config.draft.head, len(load_tokenizer(config.target)))
     if options.layers:
         chosen_layers(options.layers, layer_count(model_config(config.target)))
         check_vocabulary(options.vocabulary, len(load_tokenizer(config.target)))
@@ -69,8 +76,16 @@ def check_pair(config: Config) -> None:
                     f"{key}={value}: the target is an encoder-decoder model ({shape.model_type}), "
                     f"for which it must be {only}"
                 )
-    if config.draft.path is not None:
-        check_same_shape(shape, model_config(config.draft))
+    if config.draft.path is None:
+        if config.draft.is_head:
+            check_shows_layers(config.draft, shape)
+        return
+    drafter = model_config(config.draft)
+    check_kind(config.draft, drafter, learns=True)
+    if head_class(drafter) is not None:  # whose folder may have no tokenizer
+        check_head(f"draft.path {config.draft.path}", drafter, shape)
+    else:
+        check_same_shape(shape, drafter)
         check_same_tokenizer(
             target_tokenizer=load_tokenizer(config.target),
             draft_tokenizer=load_tokenizer(config.draft),

@@ -14,7 +14,7 @@ import torch
 
 from draftkit.artifacts import remove
 from draftkit.config import Config, DraftConfig
-from draftkit.models.loading import Outline, load_draft, save_model
+from draftkit.models.loading import Outline, load_draft, save_draft
 from draftkit.online.buffer import Buffer
 from draftkit.online.registry import Registry
 from draftkit.tracking import FILE_NAME
@@ -80,7 +80,7 @@ def seeded_registry(
 
     def write(folder: Path) -> None:
         draft = load_draft(start, outline, dtype=torch.float32)
-        save_model(draft.model, outline.tokenizer, folder, kept_ids=draft.kept_ids)
+        save_draft(draft, outline.tokenizer, folder)
 
     registry.seed(write)
     return registry

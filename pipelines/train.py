@@ -12,13 +12,20 @@ from draftkit.config import Config
 from draftkit.data.lengths import shares_cut
 from draftkit.data.rollouts import read_parts
 from draftkit.data.splits import read_splits
-from draftkit.distillation.assembly import load_learner, load_teaching_target
+from draftkit.distillation.assembly import (
+    check_learning_head,
+    load_learner,
+    load_teaching_target,
+)
 from draftkit.distillation.fit import Fitting, with_warmup
 from draftkit.distillation.progress import training_seconds
 from draftkit.distillation.ranks import is_first
-from draftkit.distillation.sources import TrainingTexts
+from draftkit.distillation.sources import TrainingTexts, check_source_of_head
 from draftkit.models.devices import resolve_device
+from draftkit.models.heads import head_class
+from draftkit.models.loading import model_config
 from draftkit.models.memory import peak_bytes
+from draftkit.models.parallel import parallel_of
 from draftkit.tracking import FILE_NAME, read_metrics
 
 from .command import main
@@ -38,6 +45,10 @@ def check(config: Config) -> None:
     texts = plan(TEXTS, config)
     if complete_summary(texts) is not None:
         check_answers(config, read_splits(texts.path))
+    given = None if config.draft.path is None else model_config(config.draft)
+    if config.draft.is_head or (given is not None and head_class(given) is not None):
+        check_learning_head(config, given is None or parallel_of(given) is not None)
+        check_source_of_head(config)
     _ = config.training_temperature  # which refuses a divergence that has no use when greedy
 
 
@@ -46,9 +57,7 @@ def train(config: Config, folder: StageFolder) -> dict[str, Any]:
     given, config = config, with_warmup(config)
     if config.divergence != given.divergence:
         steps = config.divergence.warmup_steps
-        folder.note(
-            f"the drafter was cut and never trained: it begins with {steps} steps of forward KL"
-        )
+        folder.note(f"the drafter was never trained: it begins with {steps} steps of forward KL")
     if config.draft != given.draft:
         share = config.draft.pard.plain_share
         folder.note(

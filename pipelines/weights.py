@@ -6,14 +6,16 @@ measured by the dry run (`limit=3`).
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 
 from draftkit.config import Config
-from draftkit.distillation.pretrain import fresh_config
+from draftkit.distillation.pretrain import DRAFT_IDS, fresh_config
 from draftkit.distillation.ranks import is_first
 from draftkit.models.devices import resolve_device, resolve_dtype
+from draftkit.models.heads import MEDUSA, head_config
 from draftkit.models.loading import model_config
 from draftkit.models.memory import free_bytes, weight_count
 from draftkit.models.shrink import cut_shape
@@ -39,6 +41,12 @@ def pair_shapes(config: Config) -> tuple[PreTrainedConfig, PreTrainedConfig]:
     draft, whole = config.draft, model_config(config.target)
     if draft.path:
         return whole, model_config(draft)
+    if draft.is_head:
+        text: Any = whole.get_text_config()
+        traits = {"medusa_heads": draft.head.tokens} if draft.kind == MEDUSA else {}
+        ids = draft.head.vocabulary or DRAFT_IDS
+        count = min(ids, text.vocab_size)
+        return whole, head_config(whole, draft.kind, draft_ids=count, **traits)
     if draft.shrink.layers:
         return whole, cut_shape(whole, draft.shrink.layers)
     return whole, fresh_config(draft.pretrain, whole, whole.get_text_config().vocab_size)
@@ -56,9 +64,10 @@ def stage_bytes(config: Config, *, here: bool = True) -> dict[str, float]:
     held, proposing = target * served.itemsize, draft * served.itemsize
     # What LoRA trains is a share of the weights too small to count.
     learning = (FLOAT32 if config.draft.lora.rank else TRAINED) * draft
-    made, judged = config.draft.shrink, 2 if config.evaluate.draft == "trained" else 1
+    judged = 2 if config.evaluate.draft == "trained" else 1
+    cold = held + FLOAT32 * draft if config.draft.is_head else held
     return {
-        "prepare": TRAINED * draft if made.steps or not made.layers else held,
+        "prepare": cold if config.draft.is_untrained else TRAINED * draft,
         "generate": 0 if config.generate.by_engine else held,
         "contexts": held,
         "scores": held,

@@ -43,6 +43,7 @@ from draftkit.config.service import (
 from draftkit.config.text import (
     DataConfig,
     DraftConfig,
+    HeadConfig,
     LoraConfig,
     ModelConfig,
     PretrainConfig,

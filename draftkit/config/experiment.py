@@ -82,8 +82,8 @@ class Config(Section, key=""):
     @property
     def proposals(self) -> int:
         """Tokens proposed a round, wherever the best number is not measured."""
-        in_one_pass = self.decode.gamma == "auto" and self.draft.kind == "pard"
-        return self.draft.pard.tokens if in_one_pass else self.decode.proposals
+        tokens = self.draft.pass_tokens if self.decode.gamma == "auto" else None
+        return self.decode.proposals if tokens is None else tokens
 
     @property
     def training_temperature(self) -> float:

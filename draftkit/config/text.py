@@ -10,6 +10,7 @@ from draftkit.config.choices import (
     REFUSE,
     Section,
     positive,
+    require,
     setting,
     temperature,
 )
@@ -17,6 +18,7 @@ from draftkit.config.choices import (
 EMBEDDED = "draftkit/embedded"  # a small target that comes with the package, and its folder there
 CORPUS = "draftkit/corpus"  # texts of three domains that come with it
 QUESTIONS = "draftkit/questions"  # chats that come with it
+HEADS = ("eagle3", "medusa")  # kinds of drafters that read a target's hidden states
 GGUF, PACKAGE = ".gguf", "package:"  # what paths of such a file end and begin with
 
 
@@ -134,7 +136,7 @@ class DraftConfig(ModelConfig, key="draft"):
 
     # plain: proposes token by token; pard: all in one pass; eagle3, medusa: a head on the target's
     # hidden states
-    kind: str = setting("plain", names=("plain", "pard", "eagle3", "medusa"))
+    kind: str = setting("plain", names=("plain", "pard", *HEADS))
     # A draft whose vocabulary differs from the target's in added tokens alone: never: it is taken,
     # and never proposes them
     extra_tokens: str = setting(REFUSE, names=(REFUSE, NEVER))
@@ -144,10 +146,35 @@ class DraftConfig(ModelConfig, key="draft"):
     shrink: ShrinkConfig = field(default_factory=ShrinkConfig)
     pretrain: PretrainConfig = field(default_factory=PretrainConfig)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        kind = f"draft.kind={self.kind}"
+        for key, value, only in (
+            ("draft.shrink.layers", self.shrink.layers, 0),
+            ("draft.lora.rank", self.lora.rank, 0),
+        ):
+            require(not (self.is_head and value), key, f"be {only} with {kind}", value)
+        alone = self.kind == "eagle3" or not self.head.parallel
+        require(alone, "draft.head.parallel", f"be false with {kind}", self.head.parallel)
+
+    @property
+    def is_head(self) -> bool:
+        """Whether its kind is one that reads the target's hidden states."""
+        return self.kind in HEADS
+
+    @property
+    def pass_tokens(self) -> int | None:
+        """Proposals of one pass, as it is trained; None where it proposes token by token."""
+        if self.kind == "pard":
+            return self.pard.tokens
+        return self.head.tokens if self.kind == "medusa" or self.head.parallel else None
+
     @property
     def is_untrained(self) -> bool:
-        """Whether it is cut out of the target and not trained: it agrees with it on nothing."""
-        return self.path is None and bool(self.shrink.layers) and not self.shrink.steps
+        """Whether it is made of the target's weights and not trained: it agrees with it on next to
+        nothing."""
+        cut = bool(self.shrink.layers) and not self.shrink.steps
+        return self.path is None and (self.is_head or cut)
 
 
 @dataclass(kw_only=True)

@@ -15,6 +15,7 @@ from draftkit.distillation.losses import Objective, StoredTeacher, TargetTeacher
 from draftkit.distillation.ranks import join_group
 from draftkit.distillation.trainer import Trainer
 from draftkit.models.adapter import Adapter
+from draftkit.models.heads import EAGLE3
 from draftkit.models.loading import (
     Outline,
     Target,
@@ -64,6 +65,8 @@ def make_trainer(
     texts where that has no weights. loss: minimised instead of `divergence.name`. texts: none
     of which may use the id of the masks, where the draft is a parallel one.
     """
+    if draft.reads:
+        draft = learning_head(draft, config)
     # One that proposes in one pass already, as the daemon's does, has that behind it.
     plain_share = 0.0 if draft.parallel else config.draft.pard.plain_share or 0.0
     if config.draft.kind == PARD and not draft.reads:
@@ -93,6 +96,31 @@ def make_trainer(
         seed=config.seed,
         plain_share=plain_share,
     )
+
+
+def check_learning_head(config: Config, in_one_pass: bool) -> None:
+    """Raise ValueError for what a head, which may be one that proposes `in_one_pass`, cannot do."""
+    saves, parallel = config.optim.activation_checkpointing, config.draft.head.parallel
+    for key, value, rule in (
+        ("draft.lora.rank", config.draft.lora.rank, "0: a head is small, and learns whole"),
+        ("optim.activation_checkpointing", saves, "false: a head has one layer"),
+        (
+            "draft.head.parallel",
+            parallel and not in_one_pass,
+            "false, since draft.path proposes token by token; leave draft.path out to begin anew",
+        ),
+    ):
+        if value:
+            raise ValueError(f"{key}={str(value).lower()} must be {rule}")
+
+
+def learning_head(draft: Any, config: Config) -> Adapter:
+    """The head `draft`, for chains as long as `draft.head` says where `draft.kind` names it."""
+    in_one_pass = draft.parallel is not None
+    check_learning_head(config, in_one_pass)
+    if config.draft.kind != EAGLE3:
+        return draft
+    return draft.taught(config.draft.head.tokens if in_one_pass else config.draft.head.steps)
 
 
 def made_parallel(

@@ -1,8 +1,9 @@
 """A model that nobody gave: trained by next-token prediction, new or cut out of the target."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from draftkit.artifacts import remove
 from draftkit.config import (
     Config,
     DivergenceConfig,
+    HeadConfig,
     OptimConfig,
     PretrainConfig,
     TargetConfig,
@@ -39,6 +41,16 @@ from draftkit.distillation.sources import Source, shuffled
 from draftkit.distillation.trainer import Trainer
 from draftkit.models.adapter import Adapter
 from draftkit.models.devices import resolve_device, resolve_dtype
+from draftkit.models.head_files import steps_of
+from draftkit.models.heads import (
+    EAGLE3,
+    MEDUSA,
+    STEPS,
+    adapted,
+    head_config,
+    left_random,
+    new_head,
+)
 from draftkit.models.loading import (
     adapter_of,
     auto_model,
@@ -49,6 +61,7 @@ from draftkit.models.loading import (
     model_config,
     save_draft,
 )
+from draftkit.models.parallel import free_id
 from draftkit.models.shrink import (
     check_vocabulary,
     chosen_layers,
@@ -63,6 +76,7 @@ from draftkit.tracking import Tracker
 DRAFT = "draft"
 WARMUP, DECAY = 20, 0.1  # one step in so many; weight decay
 WORTH_COMPILING = 1_000  # steps: the passes of a model compile in half a minute
+DRAFT_IDS = 32_000  # of a head, where its target has more
 UNCOUNTED = 10  # every so many-th answer tells the share of answers instead
 CPU = torch.device("cpu")
 CONTEXT = 512  # of a new drafter
@@ -80,13 +94,18 @@ def make_draft(
 ) -> None:
     """Make the drafter of section `draft` for `target`, trained on the text, in `<folder>/draft`.
 
-    With `draft.shrink.layers` it is cut out of the target, and trained for `draft.shrink.steps`.
-    The ids that it may propose are counted on the training text and on the target's own `answers`,
-    where there are any; `note` hears which share of the validation text, and of answers that are
+    With `draft.shrink.layers` it is cut out of the target, and trained for `draft.shrink.steps`; a
+    head begins with the target's weights, and is not trained. The ids that it may propose are
+    counted on the training text and on the target's own `answers`, where there are any (those of a
+    head on these alone); `note` hears which share of the validation text, and of answers that are
     not counted, these are.
     """
     tokenizer = load_tokenizer(target)
     cut, shape = config.draft.shrink, config.draft.pretrain
+    if config.draft.is_head:
+        head = head_on(config, target, splits, note=note, answers=answers)
+        save_draft(head, tokenizer, folder / DRAFT)
+        return
     if cut.layers:
         draft = cut_draft(config, target, splits, note=note, answers=answers)
         if not cut.steps:
@@ -188,25 +207,93 @@ def cut_draft(
     whole = load_model(target, dtype=dtype, device=CPU)
     size = real_vocab_size(tokenizer, whole.config, "target")
     if 0 < options.vocabulary < size:
-        own = [record.output_ids for record in answers]
-        kept_ids = frequent_ids(
-            (example.token_ids for example in splits.train),
-            (answer for number, answer in enumerate(own) if number % UNCOUNTED),
-            count=options.vocabulary,
-            always=end_of_text_ids(whole.generation_config, tokenizer),
-            vocab_size=size,
-        )
-        share = kept_share((example.token_ids for example in splits.validation), kept_ids)
-        of_answers = f", {kept_share(own[::UNCOUNTED], kept_ids):.1%} of the target's own answers"
-        note(
-            f"the drafter keeps {len(kept_ids)} ids: {share:.1%} of the validation text"
-            f"{of_answers if own else ''}"
-        )
+        ends = end_of_text_ids(whole.generation_config, tokenizer)
+        counted = {"splits": splits, "answers": answers, "note": note}
+        kept_ids = counted_ids(options.vocabulary, size, always=ends, **counted)
     layers = chosen_layers(options.layers, layer_count(whole.config))
     note(f"the drafter has layers {', '.join(map(str, layers))} of the target")
     model: Any = shrink(whole, layers)
     device = resolve_device(config.hardware) if options.steps else CPU
     return adapter_of(model.to(device), vocab_size=size, kept_ids=kept_ids)
+
+
+def counted_ids(
+    count: int,
+    vocab_size: int,
+    *,
+    always: Sequence[int],
+    splits: Splits,
+    answers: Sequence[Record],
+    note: Callable[[str], None],
+    of_text: bool = True,
+) -> Tensor:
+    """The `count` most frequent of `vocab_size` ids, and those of `always`: [K].
+
+    of_text: of the training text too where there are answers. `note` hears their share.
+    """
+    own = [record.output_ids for record in answers]
+    kinds: list[Iterable[Sequence[int]]] = []
+    if of_text or not own:
+        kinds.append(example.token_ids for example in splits.train)
+    kinds.append(answer for number, answer in enumerate(own) if number % UNCOUNTED)
+    kept_ids = frequent_ids(*kinds, count=count, always=always, vocab_size=vocab_size)
+    share = kept_share((example.token_ids for example in splits.validation), kept_ids)
+    of_answers = f", {kept_share(own[::UNCOUNTED], kept_ids):.1%} of the target's own answers"
+    note(
+        f"the drafter keeps {len(kept_ids)} ids: {share:.1%} of the validation text"
+        f"{of_answers if own else ''}"
+    )
+    return kept_ids
+
+
+def draft_ids(head: HeadConfig, vocab_size: int) -> int:
+    """How many of `vocab_size` ids a head proposes. ValueError for more than there are."""
+    if head.vocabulary is None:
+        return min(DRAFT_IDS, vocab_size)
+    key = "draft.head.vocabulary"
+    check_vocabulary(head.vocabulary, vocab_size, key=key, everything=str(vocab_size))
+    return head.vocabulary
+
+
+def head_on(
+    config: Config,
+    target: TargetConfig,
+    splits: Splits,
+    *,
+    note: Callable[[str], None],
+    answers: Sequence[Record],
+) -> Adapter:
+    """A head of `draft.kind` in float32, with what it can take of the target's weights."""
+    kind, options, tokenizer = config.draft.kind, config.draft.head, load_tokenizer(target)
+    whole = load_model(target, dtype="auto", device=CPU)
+    size = real_vocab_size(tokenizer, whole.config, "target")
+    rows, kept_ids = whole.config.get_text_config().vocab_size, None
+    if (count := draft_ids(options, size)) < size:
+        ends = end_of_text_ids(whole.generation_config, tokenizer)
+        counted = {"splits": splits, "answers": answers, "note": note, "of_text": False}
+        kept_ids = counted_ids(count, size, always=ends, **counted)
+        kept_ids = kept_ids if len(kept_ids) < rows else None
+    traits: dict[str, int] = {STEPS: options.steps} if kind == EAGLE3 else {}
+    if kind == MEDUSA:
+        traits = {"medusa_heads": options.tokens}
+    elif options.parallel:
+        own = ([*record.prompt_ids, *record.output_ids] for record in answers)
+        texts = chain((example.token_ids for example in splits.train), own)
+        traits = {"pard_token": free_id(tokenizer, rows, texts), "pard_k": options.tokens}
+    count = rows if kept_ids is None else len(kept_ids)
+    shape = head_config(whole.config, kind, draft_ids=count, **traits)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        head = new_head(whole, shape, kept_ids)
+    random = ", ".join(left_random(head, whole, kept_ids))
+    made = adapted(head, target=adapter_of(whole, vocab_size=size), blocks=steps_of(shape))
+    layers = ", ".join(map(str, made.reads))
+    begins = "its output rows" if kind == MEDUSA else "its output rows, last layer and norms"
+    note(
+        f"the head reads the hidden states behind {layers} layers of the target, and begins with "
+        f"{begins}{f'; random: {random}' if random else ''}"
+    )
+    return made
 
 
 def compiles(optim: OptimConfig, steps: int) -> bool:

@@ -142,21 +142,22 @@ class DecoderSampler(Sampler):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSampler(Sampler):
-    """The `gamma` tokens that a parallel draft proposes behind each prompt in one pass.
+    """The `gamma` tokens that a parallel draft, or a head, proposes behind each prompt in a round.
 
-    Those of a round in which it verifies itself, of which nothing else is kept.
+    Nothing else is kept of it. verifier: the draft itself, or the target that a head reads.
     """
 
     draft: Adapter
+    verifier: Adapter
     name: str = "draft"
 
     @property
     def models(self) -> Sequence[Adapter]:
-        return [self.draft]
+        return [self.verifier, self.draft]
 
     def answers(self, requests: Sequence[Request]) -> Iterator[dict[str, Any]]:
         rounds = decode(
-            self.draft,
+            self.verifier,
             [replace(request, max_new_tokens=1) for request in requests],
             eos_token_ids=self.eos_token_ids,
             batch_size=self.batch_size,

@@ -179,15 +179,27 @@ def make_source(
     )
 
 
+def check_source_of_head(config: Config) -> None:
+    """Raise ValueError for a source in which a head would write text."""
+    if config.source.name in ("draft", "mix"):
+        raise ValueError(
+            f"source={config.source.name}: a head reads the target's hidden states and writes no "
+            "text alone: use source=target, block or replay"
+        )
+
+
 def check_sampled(config: Config, draft: Adapter) -> None:
     """Raise ValueError for a source that cannot sample under these settings."""
     source = config.source
-    if config.hardware.shard_target and source.name == "replay":
+    if draft.reads:
+        check_source_of_head(config)
+    decodes = source.name == "replay" or (source.name == "block" and draft.reads)
+    if config.hardware.shard_target and decodes:
         raise ValueError(
-            "hardware.shard_target: with source=replay the target decodes, which it cannot in "
-            "parts: use another source, or hardware.shard_target=false"
+            f"hardware.shard_target: with source={source.name} the target decodes, which it cannot "
+            "in parts: use another source, or hardware.shard_target=false"
         )
-    proposes = config.proposals > 0 or draft.parallel is not None
+    proposes = config.proposals > 0 or draft.blocks > 1
     if not proposes and source.name in ("block", "replay"):
         raise ValueError(
             f"decode.gamma=0 proposes nothing, and source={source.name} learns from proposals: "
@@ -201,7 +213,7 @@ def source_sampler(config: Config, target: Target, draft: Adapter, room: Room) -
     rows = config.optim.rows_of_a_process * source.refresh_steps
     new = room.new
     if source.name == "block":
-        new = config.proposals if draft.parallel is None else draft.parallel.blocks
+        new = draft.blocks if draft.blocks > 1 else config.proposals
     limits: dict[str, Any] = {
         "sampling": config.sampling,
         "eos_token_ids": target.eos_token_ids,
@@ -214,8 +226,9 @@ def source_sampler(config: Config, target: Target, draft: Adapter, room: Room) -
         verification = config.decode.verification
         both = {"target": target.adapter, "draft": draft, "verification": verification}
         return SpeculativeSampler(gamma=config.proposals, **both, **limits)
-    if source.name == "block" and draft.parallel is not None:
-        return BlockSampler(draft=draft, gamma=new, **limits)
+    if source.name == "block" and (draft.reads or draft.parallel is not None):
+        verifier = target.adapter if draft.reads else draft
+        return BlockSampler(draft=draft, verifier=verifier, gamma=new, **limits)
     return DecoderSampler(model=draft, name="draft", compiled=config.optim.compiles, **limits)
 
 

@@ -18,7 +18,7 @@ from draftkit.decoding.catalogue import PROPOSERS
 from draftkit.decoding.graphs import compile_seconds
 from draftkit.decoding.ngrams import PromptLookup
 from draftkit.decoding.proposers import Proposer
-from draftkit.evaluation.alpha import PromptTotals, score_drafts
+from draftkit.evaluation.alpha import PromptTotals, by_place, score_drafts
 from draftkit.evaluation.choice import HYBRID, LOOKUP, chosen_numbers
 from draftkit.evaluation.costs import Meter, between, meter
 from draftkit.evaluation.lossless import NOT_CHECKED, Losslessness, greedy_identity
@@ -153,12 +153,13 @@ def gather(
 def note_untaught(
     drafts: Mapping[str, Adapter], gammas: Mapping[str, int], note: Callable[[str], None]
 ) -> None:
-    """Say which parallel drafts propose more than they were trained for."""
+    """Say which drafts that learn chains propose more than they were trained for."""
     for name, draft in drafts.items():
-        if draft.parallel is not None and gammas.get(name, 0) > draft.parallel.blocks:
+        if by_place(draft) and gammas.get(name, 0) > draft.blocks:
+            key = "draft.head" if draft.reads else "draft.pard.tokens"
             note(
-                f"{name} was trained for {draft.parallel.blocks} proposals a pass: the last of "
-                f"{gammas[name]} were never taught (draft.pard.tokens)"
+                f"{name} was trained for {draft.blocks} proposals a pass: the last of "
+                f"{gammas[name]} were never taught ({key})"
             )
 
 

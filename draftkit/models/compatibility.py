@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from draftkit.config import Config
 from draftkit.models.context import LONGROPE, UNBOUNDED, context_of, rope_types
 from draftkit.models.files import check_weights
+from draftkit.models.heads import STEPS
 from draftkit.models.loading import (
     check_same_shape,
     declared_ends,
@@ -27,9 +28,9 @@ Shapes = Mapping[str, PreTrainedConfig]  # by section: `target`, and `draft` whe
 Tokenizers = Mapping[str, PreTrainedTokenizerBase]
 GOOD, NOTE, WRONG = "ok", "note", "wrong"
 # Of a configuration, what logits do not depend on: what every model has, and ids of the tokenizer.
-# A parallel drafter proposes other numbers of tokens than it was trained for.
+# A drafter proposes other numbers of tokens than it was trained for.
 NOT_OF_SHAPE = {*PreTrainedConfig().to_dict()} - {"model_type", "is_encoder_decoder"}
-NOT_OF_SHAPE |= {"use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "pard_k"}
+NOT_OF_SHAPE |= {"use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "pard_k", STEPS}
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from draftkit.models.adapter import Adapter
 from draftkit.models.heads import (
     EAGLE3,
     MEDUSA,
+    STEPS,
     HeadAdapter,
     adapted,
     head_class,
@@ -34,7 +35,6 @@ NOT_PORTABLE: Mapping[str, Any] = {
     "hidden_act": "silu",
 }
 LAYER_IDS = ("eagle_aux_hidden_state_layer_ids", "layer_ids")  # at the top, or in `eagle_config`
-STEPS = "draftkit_steps"  # of config.json: proposals of a chain that a head was trained for
 FOREIGN_STEPS = 4  # where another trainer does not say
 UNREAD = ("t2d",)  # what follows from d2t
 OTHER_NAMES = {"midlayer.": "layers.0."}
@@ -76,7 +76,7 @@ def load_head(
     shared: Any = target.model.get_input_embeddings()
     if own is not None and not torch.equal(own.to(shared.weight), shared.weight):
         rows = own.to(target.device, shared.weight.dtype)
-        head.borrow(nn.Embedding.from_pretrained(rows, freeze=True))
+        head.embed_tokens = nn.Embedding.from_pretrained(rows, freeze=True)
     adapter = adapted(head, target=target, blocks=steps_of(config))
     ids = adapter.kept_ids
     if ids is not None and not (

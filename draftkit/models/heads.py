@@ -39,10 +39,11 @@ from transformers.models.llama.modeling_llama import (
 from draftkit.models.adapter import Adapter, Head, additive
 from draftkit.models.attention import attention
 from draftkit.models.cache import SlotCache
-from draftkit.models.parallel import Chains, Packing, parallel_of
+from draftkit.models.parallel import Chains, Packing, declare, parallel_of
 from draftkit.models.shrink import layer_count, layer_stack
 
 EAGLE3, MEDUSA = "eagle3", "medusa"  # of `draft.kind`
+STEPS = "draftkit_steps"  # of config.json: proposals of a chain that a head was trained for
 FEWEST_LAYERS = 7  # of a target, lest two of the layers that are read be one
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # query, key, value: what is attended to
 
@@ -78,7 +79,7 @@ class HeadModel(PreTrainedModel):
 
     def get_input_embeddings(self) -> Any:
         """The target's, frozen; or its own, where its folder has others."""
-        return self._borrowed[0]
+        return getattr(self, "embed_tokens", None) or self._borrowed[0]
 
     def get_output_embeddings(self) -> Any:
         return self.lm_head
@@ -238,6 +239,14 @@ def new_head(target: PreTrainedModel, config: LlamaConfig, kept_ids: Tensor | No
     return head
 
 
+def left_random(head: HeadModel, target: PreTrainedModel, kept_ids: Tensor | None) -> list[str]:
+    """The names of the weights for which `new_head` finds none in the family of `target`."""
+    pairs = _shared_weights(head, target, kept_ids)
+    taken = {id(own) for own, given in pairs if own.shape == given.shape}
+    own = [] if isinstance(head, MedusaHeads) else head.named_parameters()
+    return [name for name, weight in own if id(weight) not in taken and name != "mask_hidden"]
+
+
 def _shared_weights(
     head: Any, target: Any, kept_ids: Tensor | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -302,6 +311,22 @@ class HeadAdapter(Adapter):
             max_positions=self.max_positions,
             blocks=self._blocks,
         )
+
+    def taught(self, blocks: int) -> Adapter:
+        """The same head, to be trained for chains of `blocks`."""
+        model: Any = self.model
+        parallel = self.parallel
+        if parallel is None:
+            setattr(model.config, STEPS, blocks)
+        else:
+            declare(model.config, parallel._replace(blocks=blocks))
+        self._blocks = blocks
+        return self.rebuilt()
+
+    def renew(self) -> None:
+        if self.kept_ids is not None:  # of other weights there may be others
+            offsets: Any = self.model.d2t
+            torch.add(offsets, torch.arange(len(offsets), device=offsets.device), out=self.kept_ids)
 
     @property
     def head(self) -> Head:

@@ -38,12 +38,12 @@ from draftkit.models.attention import fit_to_device
 from draftkit.models.devices import resolve_device, resolve_dtype
 from draftkit.models.files import KEPT_IDS, check_weights, unread
 from draftkit.models.head_files import kind_of_head, load_head
-from draftkit.models.heads import EAGLE3, MEDUSA, head_class
+from draftkit.models.heads import EAGLE3, MEDUSA, head_class, layers_read
 from draftkit.models.lora import save_plain
 from draftkit.models.parallel import PARD, PLAIN, parallel_of
 from draftkit.models.probe import check_packing, check_passes
 from draftkit.models.seq2seq import Seq2SeqAdapter, start_token
-from draftkit.models.shrink import read_kept_ids, write_kept_ids
+from draftkit.models.shrink import layer_count, layer_stack, read_kept_ids, write_kept_ids
 from draftkit.models.vocabulary import check_same_tokenizer, count_ids, fit_rows, real_vocab_size
 
 Model = TypeVar("Model", bound=ModelConfig)
@@ -322,15 +322,31 @@ def check_same_shape(target: PreTrainedConfig, draft: PreTrainedConfig) -> None:
         )
 
 
-def check_kind(model: DraftConfig, config: PreTrainedConfig) -> None:
-    """Raise ValueError where `draft.kind` asks for another drafter than that of `config`."""
+def check_shows_layers(model: DraftConfig, target: PreTrainedConfig) -> None:
+    """Raise ValueError for a target of which no head of `draft.kind` can be made."""
+    layers_read(model.kind, layer_count(target))
+    try:
+        with torch.device("meta"):
+            layer_stack(auto_model(target).from_config(target))
+    except ValueError as error:
+        raise ValueError(
+            f"draft.kind={model.kind}: {target.model_type} does not show its layers, whose hidden "
+            "states a head reads: use draft.kind=plain"
+        ) from error
+
+
+def check_kind(model: DraftConfig, config: PreTrainedConfig, *, learns: bool = False) -> None:
+    """Raise ValueError where `draft.kind` asks for another drafter than that of `config`.
+
+    learns: it is to be trained, which makes a parallel drafter of a plain one.
+    """
     own = PLAIN if head_class(config) is None else kind_of_head(config)
     if {own, model.kind} & {EAGLE3, MEDUSA} and model.kind not in (own, PLAIN):
         raise ValueError(
             f"draft.path {model.path}: a drafter of the kind {own}, and draft.kind={model.kind}: "
             f"give draft.kind={own}"
         )
-    if model.kind == PARD and parallel_of(config) is None:
+    if model.kind == PARD and parallel_of(config) is None and not learns:
         raise ValueError(
             f"draft.path {model.path}: a plain drafter (its config.json names no pard_token), and "
             "draft.kind=pard proposes in one pass: train one by `distill draft.kind=pard`, or give "

@@ -10,11 +10,13 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 
 from draftkit.models.adapter import Adapter
+from draftkit.models.heads import head_class
 from draftkit.models.loading import auto_model
 
 # Of freed memory that a process may gather before it gives it back: this share of what it holds,
@@ -31,8 +33,9 @@ LIMITS = {resource.RLIMIT_AS: "VmSize", resource.RLIMIT_DATA: "VmData"}
 
 def weight_count(config: PreTrainedConfig) -> int:
     """Weights of a model of that configuration, tied ones once; none are made."""
+    head: Any = head_class(config)
     with torch.device("meta"):
-        model = auto_model(config).from_config(config)
+        model = auto_model(config).from_config(config) if head is None else head(config)
     return sum(weight.numel() for weight in model.parameters())
 
 

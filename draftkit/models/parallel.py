@@ -166,8 +166,9 @@ def free_id(
         if free := candidates - ends - used:
             return max(free)
     raise ValueError(
-        "draft.kind=pard: every id of the vocabulary stands for something, and the masks need one "
-        "that no text uses: use draft.kind=plain"
+        "draft.kind: every id of the vocabulary stands for something, and the masks of a drafter "
+        "that proposes in one pass need one that no text uses: use draft.kind=plain, or eagle3 "
+        "without draft.head.parallel"
     )
 
 

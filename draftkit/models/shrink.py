@@ -142,12 +142,15 @@ def _renumbered(target: PreTrainedModel, layers: Sequence[int]) -> dict[str, Ten
 # Kept ids
 
 
-def check_vocabulary(count: int, vocab_size: int) -> None:
-    """Raise ValueError if `count` ids are more than there are."""
+def check_vocabulary(
+    count: int, vocab_size: int, *, key: str = "draft.shrink.vocabulary", everything: str = "0"
+) -> None:
+    """Raise ValueError naming `key`, of which `everything` takes all ids, if `count` ids are more
+    than there are."""
     if count > vocab_size:
         raise ValueError(
-            f"draft.shrink.vocabulary: {count} of {vocab_size} ids cannot be kept: lower it, or "
-            "use 0 for all"
+            f"{key}: {count} of {vocab_size} ids cannot be kept: lower it, or use {everything} "
+            "for all"
         )
 
 

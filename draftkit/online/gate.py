@@ -23,7 +23,7 @@ from torch import Tensor
 
 from draftkit.config.service import LEAST_PROMPTS
 from draftkit.data.rollouts import Record
-from draftkit.evaluation.alpha import PromptTotals, score_contexts, score_stored
+from draftkit.evaluation.alpha import PromptTotals, by_place, score_contexts, score_stored
 from draftkit.evaluation.report import signed
 from draftkit.models.adapter import Adapter
 from draftkit.theory.acceptance import Estimate, gain_p_value
@@ -61,8 +61,8 @@ class Judge:
     `draft` is a model of the judge's own, into which weights are copied. With `target` alpha is
     exact; without it the records' stored scores serve, and alpha counts what is certain. What is
     gated is the mode of acceptance that is served, under the name alpha: `alpha_greedy_draft` where
-    the draft's argmax is proposed, which only a target can score. Of a parallel draft it is the
-    tokens a pass of the target, since acceptance differs by position.
+    the draft's argmax is proposed, which only a target can score. Of a parallel draft, and
+    of a head, it is the tokens a pass of the target, since acceptance differs by position.
     """
 
     draft: Adapter
@@ -73,7 +73,7 @@ class Judge:
     @property
     def measure(self) -> str:
         """What its sums are of."""
-        return "alpha" if self.draft.parallel is None else "tokens a pass"
+        return "tokens a pass" if by_place(self.draft) else "alpha"
 
     def can_score(self, record: Record) -> bool:
         """Whether what is known of `record` suffices."""
@@ -89,8 +89,8 @@ class Judge:
             scored = score_stored(self.draft, records, **options)[0]
         else:
             scored = score_contexts(self.target, self.draft, records, **options)
-        if self.draft.parallel is not None:
-            rounds = scored.tokens_a_pass(self.acceptance, self.draft.parallel.blocks)
+        if by_place(self.draft):
+            rounds = scored.tokens_a_pass(self.acceptance, self.draft.blocks)
             return PromptTotals({"alpha": rounds.totals}, rounds.counts, documents=rounds.documents)
         return replace(scored, totals={"alpha": scored.totals[self.acceptance]}, shares={})
 

@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -44,8 +45,8 @@ def train_byte_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizer
 
 
 @cache
-def trained_target(*settings: str, vocab_size: int = 512) -> Path:
-    """A target of two layers and its tokenizer, trained on the text that `settings` name."""
+def trained_target(*settings: str, vocab_size: int = 512, layers: int = 2) -> Path:
+    """A target of a few layers and its tokenizer, trained on the text that `settings` name."""
     config = compose_config(["+experiment=smoke", *settings])
     folder = Path(tempfile.mkdtemp(dir=FOLDERS.name))
     documents = [*read_documents(config.data)]
@@ -57,7 +58,8 @@ def trained_target(*settings: str, vocab_size: int = 512) -> Path:
     tokenizer = train_byte_bpe(texts, vocab_size)
     splits = make_splits(iter(documents), config.data, tokenizer, folder, context=CONTEXT)
     device = resolve_device(config.hardware)
-    made = new_model(SHAPE, tokenizer, LlamaConfig(), seed=config.seed, device=device)
+    shape = replace(SHAPE, num_hidden_layers=layers)
+    made = new_model(shape, tokenizer, LlamaConfig(), seed=config.seed, device=device)
     model = adapter_of(made, vocab_size=len(tokenizer))
     pretrain(
         model,

@@ -154,8 +154,8 @@ class DraftConfig(ModelConfig, key="draft"):
             ("draft.lora.rank", self.lora.rank, 0),
         ):
             require(not (self.is_head and value), key, f"be {only} with {kind}", value)
-        alone = self.kind == "eagle3" or not self.head.parallel
-        require(alone, "draft.head.parallel", f"be false with {kind}", self.head.parallel)
+        one_pass = self.kind == "medusa" and self.head.parallel
+        require(not one_pass, "draft.head.parallel", f"be false with {kind}", self.head.parallel)
 
     @property
     def is_head(self) -> bool:
@@ -167,7 +167,8 @@ class DraftConfig(ModelConfig, key="draft"):
         """Proposals of one pass, as it is trained; None where it proposes token by token."""
         if self.kind == "pard":
             return self.pard.tokens
-        return self.head.tokens if self.kind == "medusa" or self.head.parallel else None
+        one_pass = self.kind == "medusa" or (self.kind == "eagle3" and self.head.parallel)
+        return self.head.tokens if one_pass else None
 
     @property
     def is_untrained(self) -> bool:

@@ -432,16 +432,17 @@ class Eagle3Adapter(HeadAdapter):
         """The states [B, L, H] of rows with the masks of their chains (`parallel.chains`)."""
         _, seen = packing.seen()
         seen = seen & (packing.positions > 0)[:, None, None, :]
-        mask = additive(seen, self.dtype)
         before = (packing.positions - 1).clamp(min=0)[..., None].expand(-1, -1, features.shape[-1])
         given = features.gather(1, before).to(self.dtype)
         if packing.blocks is not None:
             given = torch.where((packing.blocks > 0)[..., None], self.mask_features, given)
+        hidden = self.project(given)
+        mask = additive(seen, hidden.dtype)
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return self._attention(query, key, value, mask)
 
-        return self._layer(tokens, self.project(given), packing.positions, attend)
+        return self._layer(tokens, hidden, packing.positions, attend)
 
     def _layer(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         model: Any = self.model

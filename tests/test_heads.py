@@ -1,0 +1,168 @@
+"""Heads on the target's hidden states through the commands: made, trained, judged, refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from draftkit.artifacts import read_json
+from draftkit.config import Config
+from draftkit.data.rollouts import read_parts
+from pipelines.command import launch
+from pipelines.plan import DISTILL, GENERATE, PREPARE, TRAIN
+from pipelines.product import plan
+from pipelines.stage import ensure
+from tests import tiny
+from tests.smoke import numbers, same_weights, smoke
+from tests.test_pipelines import kill_when
+from tests.trained import trained_target
+
+pytestmark = pytest.mark.usefixtures("short_bursts")
+EAGLE3 = "draft.kind=eagle3"
+KINDS = {
+    "eagle3": (EAGLE3, "draft.head.steps=3"),
+    "p-eagle": (EAGLE3, "draft.head.parallel=true", "draft.head.tokens=4"),
+    "medusa": ("draft.kind=medusa", "draft.head.tokens=4"),
+}
+
+
+def on_seven(root: Path, *overrides: str) -> Config:
+    """The smallest experiment, on a target of seven layers."""
+    deep = [f"target.path={trained_target('data.max_rows=100', layers=7)}", "target=local"]
+    return smoke(root, *deep, *overrides)
+
+
+@pytest.fixture(scope="module")
+def finished(root: Path) -> Path:
+    """A finished smoke experiment."""
+    launch(DISTILL, on_seven(root, *KINDS["eagle3"]))
+    return root / "smoke"
+
+
+def test_a_head_is_trained_and_judged(finished: Path) -> None:
+    config = read_json(finished / "distill" / "draft" / "config.json")
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert config["draftkit_steps"] == 3
+    lines = numbers(finished / "train")
+    losses = [one["loss"] for one in lines if "loss" in one]
+    assert losses[-1] < losses[0]
+    assert "tau_3" in [one for one in lines if one["section"] == "validation"][-1]
+    judged = read_json(finished / "evaluate" / "summary.json")
+    assert judged["lossless"]
+    assert judged["acceptance_length"]["mean"] > 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_begins_with_the_targets_own_weights(
+    root: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = on_seven(root, *KINDS[kind], "draft.head.vocabulary=64")
+    made = ensure(PREPARE, config)
+    kept, note = load_file(made / "draft" / "model.safetensors"), capsys.readouterr().out
+    whole = load_file(Path(str(config.target.path)) / "model.safetensors")
+    ids = kept["d2t"] + torch.arange(len(kept["d2t"]))
+    assert torch.equal(kept["lm_head.weight"], whole["model.embed_tokens.weight"][ids])
+    assert "embed_tokens.weight" not in kept
+    reads = "7" if kind == "medusa" else "2, 3, 4"
+    assert f"the head reads the hidden states behind {reads} layers of the target" in note
+    records = read_parts(plan(GENERATE, config).folder)
+    own = [token for record in records[::10] for token in record.output_ids]
+    share = sum(token in ids for token in own) / len(own)
+    assert f"keeps {len(ids)} ids" in note
+    assert f"{share:.1%} of the target's own answers" in note
+
+
+def test_a_smaller_vocabulary_is_taken_whole(finished: Path) -> None:
+    kept = load_file(finished / "train" / "draft" / "model.safetensors")
+    assert "d2t" not in kept
+    assert len(kept["lm_head.weight"]) == 512
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        *(("eagle3", source) for source in ("fixed", "block", "replay")),
+        *(("p-eagle", source) for source in ("target", "block")),
+        *(("medusa", source) for source in ("target", "block")),
+    ],
+)
+def test_every_source_trains_it(root: Path, kind: str, source: str) -> None:
+    name = f"name={kind}_by_{source}"
+    config = on_seven(root, *KINDS[kind], f"source={source}", name, "optim.learning_rate=3e-3")
+    lines = [line for line in numbers(ensure(TRAIN, config)) if "loss" in line]
+    assert lines[-1]["step"] == config.optim.max_steps
+    assert lines[-1]["loss"] < lines[0]["loss"]
+
+
+def test_a_killed_training_ends_like_an_uninterrupted_one(root: Path, finished: Path) -> None:
+    given = (*KINDS["eagle3"], "optim.save_steps=3")
+    folder = root / "killed" / "train"
+    config = on_seven(root, *given, "name=killed")
+    kill_when(lambda: (folder / "checkpoint.safetensors").exists(), TRAIN, config)
+    ensure(TRAIN, config)
+    whole = ensure(TRAIN, on_seven(root, *given, "name=whole"))
+    assert same_weights(first=folder / "draft", second=whole / "draft")
+
+
+def test_training_goes_on_from_a_head_for_longer_chains(root: Path, finished: Path) -> None:
+    start = f"draft.path={finished / 'train' / 'draft'}"
+    for given, steps in (((), 3), ((EAGLE3, "draft.head.steps=5"), 5)):
+        config = on_seven(root, start, *given, f"name=on_{steps}", "optim.max_steps=2")
+        made = read_json(ensure(TRAIN, config) / "draft" / "config.json")
+        assert made["draftkit_steps"] == steps
+
+
+def test_settings_of_heads_make_no_other_drafter_anew(root: Path) -> None:
+    steps = ("draft.head.steps=5", "draft.kind=pard")
+    plain, other = (plan(PREPARE, smoke(root, *given)).folder for given in ((), steps))
+    assert plain == other
+    heads = {plan(PREPARE, on_seven(root, *given)).folder for given in KINDS.values()}
+    assert len(heads) == 3
+
+
+REFUSED = {
+    "draft.shrink.layers=2": r"draft\.shrink\.layers must be 0 with draft\.kind=eagle3, got 2",
+    "draft.lora.rank=4": r"draft\.lora\.rank must be 0 with draft\.kind=eagle3, got 4",
+    "draft.head.vocabulary=600": r"draft\.head\.vocabulary: 600 of 512 ids .*: lower it, or",
+    "source=draft": "source=draft: a head .* writes no text alone: use source=target",
+    "source=mix": "source=mix: a head .* writes no text alone: use source=target",
+    "optim.activation_checkpointing=true": r"optim\.activation_checkpointing=true must be false",
+    "draft.kind=medusa draft.head.parallel=true": r"draft\.head\.parallel must be false with",
+    "target.path={shallow}": r"draft\.kind=eagle3: the target has 2 layers, .* at least 7: use",
+    "draft.path={shallow}": r"draft\.path .*: a drafter of the kind plain, .* draft\.kind=plain$",
+}
+
+
+@pytest.mark.parametrize("given", REFUSED)
+def test_what_no_head_can_do_is_refused_at_once(tmp_path: Path, given: str) -> None:
+    words = given.format(shallow=trained_target("data.max_rows=100")).split()
+    with pytest.raises(ValueError, match=REFUSED[given]) as error:
+        launch(TRAIN, on_seven(tmp_path, EAGLE3, *words))
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.rglob("manifest.json"))
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (("draft.kind=medusa",), "a drafter of the kind eagle3, .*: give draft.kind=eagle3"),
+        (("draft.kind=pard",), "a drafter of the kind eagle3, .*: give draft.kind=eagle3"),
+        ((EAGLE3, "draft.head.parallel=true"), "draft.head.parallel=true must be false"),
+        (("draft.lora.rank=4",), "draft.lora.rank=4 must be 0"),
+        (("source=draft",), "source=draft: a head"),
+        (("target.path={other}",), "hidden_size is 64 and the target's 32: .* another target"),
+    ],
+)
+def test_a_head_is_what_its_folder_says(
+    root: Path, finished: Path, tmp_path: Path, given: tuple[str, ...], told: str
+) -> None:
+    words = [word.format(other=tmp_path / "other") for word in given]
+    narrow = tiny.model(hidden_size=32, num_hidden_layers=7)
+    narrow.save_pretrained(tmp_path / "other")
+    tiny.byte_tokenizer().save_pretrained(tmp_path / "other")
+    start = f"draft.path={finished / 'train' / 'draft'}"
+    with pytest.raises(ValueError, match=told) as error:
+        launch(TRAIN, on_seven(root, start, "name=refused", *words))
+    assert "\n" not in str(error.value)
+    assert not (root / "refused" / "train").exists()

@@ -18,7 +18,7 @@ from draftkit.config import Config, DraftConfig
 from draftkit.data.rollouts import document_of
 from draftkit.decoding.trace import answers, as_rows, as_text
 from draftkit.evaluation.decision import decision_page
-from draftkit.evaluation.engines import SERVE_ENCODERS
+from draftkit.evaluation.engines import serves
 from draftkit.evaluation.judge import Measured, Prompts, check_lossless, gather
 from draftkit.evaluation.lossless import NOT_CHECKED
 from draftkit.evaluation.page import REPORT, as_html, without_traces, write_page
@@ -33,7 +33,7 @@ from draftkit.evaluation.walltime import Timed
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import Target, load_draft, load_target, with_path
 from draftkit.models.memory import give_back_freed_memory
-from draftkit.models.parallel import ENCODER_DECODER, kind_of
+from draftkit.models.parallel import PLAIN, kind_of
 from draftkit.tracking import Tracker
 
 from .certify import DIFFERENT
@@ -65,7 +65,7 @@ def drafts_of(config: Config, folder: StageFolder) -> dict[str, DraftConfig]:
     if config.evaluate.draft == "given":
         return {"given": judged}
     # As it is: `distill` alone makes a parallel one of it.
-    return {"before": replace(folder.model(config, "draft"), kind=kind_of(None)), "after": judged}
+    return {"before": replace(folder.model(config, "draft"), kind=PLAIN), "after": judged}
 
 
 def check(config: Config) -> None:
@@ -164,6 +164,7 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
     lossless |= check_lossless(target, checked, prompts, config, folder.note)
     gc.collect()  # models stand in reference cycles: one copy of each draft at a time
     drafts: dict[str, Adapter] = {name: load_draft(one, target) for name, one in models.items()}
+    kind = kind_of(drafts[judged].model.config)
     by_temperature: dict[str, dict[str, Any]] = {}
     by_prompt: dict[str, dict[str, Any]] = {}
     by_chunk: dict[str, dict[str, Any]] = {}
@@ -187,9 +188,8 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
             write_traces(folder.path, measured.timed[judged], target)
         computes = machine(gpu=target.adapter.device.type == "cuda")
         by_temperature[key] = compare(measured, judged, sampling, config) | {"machine": computes}
-        if target.adapter.has_encoder:
-            rows = by_temperature[key]["engines"]
-            by_temperature[key]["engines"] = [r for r in rows if r["engine"] in SERVE_ENCODERS]
+        if rows := by_temperature[key].get("engines"):
+            by_temperature[key]["engines"] = [r for r in rows if serves(r["engine"], kind)]
         scored = {name: totals.as_dict() for name, totals in measured.scored.items()}
         by_prompt[key] = {"contexts": answers.name, **scored}
         by_chunk[key] = chunks_of(measured)
@@ -199,9 +199,7 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
     first = next(iter(by_temperature.values()))
     if (kept := getattr(drafts[judged], "kept_ids", None)) is not None:
         first["kept_ids"] = len(kept)
-    shares, kind = shares_of(folder.inputs["texts"]), kind_of(drafts[judged].parallel)
-    if target.adapter.has_encoder:
-        kind = ENCODER_DECODER
+    shares = shares_of(folder.inputs["texts"])
     summary = {**first, "by_temperature": by_temperature, "kind": kind, **shares}
     page = decision_page(
         summary,

@@ -17,7 +17,7 @@ from draftkit.engines.launch import expected, launch_text, launched_gammas
 from draftkit.evaluation.cards import model_card, plain_card
 from draftkit.models.files import CARD
 from draftkit.models.loading import check_kind, model_config
-from draftkit.models.parallel import ENCODER_DECODER, PARD, kind_of, parallel_of
+from draftkit.models.parallel import kind_of
 
 from .command import main
 from .evaluate import drafter_of
@@ -52,7 +52,7 @@ def export(config: Config, folder: StageFolder) -> dict[str, Any]:
     drafter = drafter_of(config, folder)
     check_kind(config.draft, model_config(drafter))
     shape = model_config(drafter)
-    kind = ENCODER_DECODER if shape.is_encoder_decoder else kind_of(parallel_of(shape))
+    kind = kind_of(shape)
     gammas = launched_gammas(judged, max(1, config.proposals), kind=kind)
     notes = write_plain_folder(
         drafter,
@@ -72,7 +72,7 @@ def export(config: Config, folder: StageFolder) -> dict[str, Any]:
         revision=target.revision,
         gammas=gammas,
         judged=judged,
-        parallel=kind == PARD,
+        kind=kind,
         sampling=config.sampling,
     )
     write_text(folder.path / LAUNCH, text)

@@ -13,16 +13,15 @@ from typing import Any
 
 from draftkit.config import SamplingConfig
 from draftkit.evaluation.cards import (
-    NO_ENGINE,
+    ABOUT,
     llamacpp_options,
-    served_by,
     sglang_options,
     transformers_code,
     vllm_options,
 )
-from draftkit.evaluation.engines import ARGMAX, LAUNCHED, best_gamma_of, launched_row
+from draftkit.evaluation.engines import ARGMAX, LAUNCHED, best_gamma_of, launched_row, serves
 from draftkit.evaluation.report import interval
-from draftkit.models.parallel import ENCODER_DECODER
+from draftkit.models.parallel import EAGLE3, ENCODER_DECODER, PARD, PLAIN
 
 LOOPBACK = ["--host", "127.0.0.1"]
 TITLES = {
@@ -73,7 +72,7 @@ Judged = Mapping[str, Any] | None  # the summary of an evaluation
 def launched_gammas(judged: Judged, gamma: int, *, kind: str) -> dict[str, int]:
     """Proposals a round with which each engine is started that serves a drafter of `kind`: the best
     by what it accepts, at least one; `gamma` where nothing was judged."""
-    engines = served_by(kind) if kind == ENCODER_DECODER else LAUNCHED
+    engines = [name for name, (engine, _) in LAUNCHED.items() if serves(engine, kind)]
     if judged is None:
         return dict.fromkeys(engines, gamma)
     return {engine: max(best_gamma_of(judged, engine), 1) for engine in engines}
@@ -103,41 +102,42 @@ def launch_text(
     revision: str | None,
     gammas: Mapping[str, int],
     judged: Judged,
-    parallel: bool,
+    kind: str,
     sampling: SamplingConfig,
 ) -> str:
-    """The commands of every engine, to be run in the exported folder, and what to expect of each.
+    """The commands of each engine of `gammas`, to be run in the exported folder, and what to expect
+    of it.
 
-    target: its folder or its name on the hub, pinned to `revision`. parallel: whether the drafter
-    proposes all tokens in one pass.
+    target: its folder or its name on the hub, pinned to `revision`. kind: of the drafter.
     """
     parts = ["# How engines load this drafter\n\nRun these in the folder of this file.\n"]
-    if [*gammas] == ["hf"]:
-        code = transformers_code(json.dumps(target), '"hf"', gammas["hf"], revision, seq2seq=True)
-        return f"{parts[0]}\n{NO_ENGINE}## {TITLES['hf']}\n\n{python(code)}"
+    if kind != PARD and kind in ABOUT:
+        parts.append(f"\n{ABOUT[kind].strip()}\n")
     pinned = ["--revision", revision] if revision else []
-    speculative = json.dumps(vllm_options("./hf", gammas["vllm"], parallel=parallel))
-    commands = {
-        "hf": python(transformers_code(json.dumps(target), '"hf"', gammas["hf"], revision)),
-        "vllm": shell(
-            ["vllm", "serve", target, *pinned, *LOOPBACK, "--speculative-config", speculative]
-        ),
-        "sglang": shell(
-            [
-                *("python", "-m", "sglang.launch_server", "--model-path", target, *pinned),
-                *(*LOOPBACK, *sglang_options("./hf", gammas["sglang"])),
+    for engine, gamma in gammas.items():
+        lines = "".join(f"{line}\n" for line in remarks(judged, engine, kind=kind))
+        if engine == "hf":
+            seq2seq = kind == ENCODER_DECODER
+            code = transformers_code(json.dumps(target), '"hf"', gamma, revision, seq2seq=seq2seq)
+            text = python(code)
+        elif engine == "vllm":
+            speculative = [
+                "--speculative-config",
+                json.dumps(vllm_options("./hf", gamma, kind=kind)),
             ]
-        ),
-        "llamacpp": llamacpp(target, gammas["llamacpp"]),
-        "onnx": onnx(target, gammas["onnx"], sampling),
-    }
-    for engine, text in commands.items():
-        lines = "".join(f"{line}\n" for line in remarks(judged, engine, parallel=parallel))
+            text = shell(["vllm", "serve", target, *pinned, *LOOPBACK, *speculative])
+        elif engine == "sglang":
+            server = ["python", "-m", "sglang.launch_server", "--model-path", target, *pinned]
+            text = shell([*server, *LOOPBACK, *sglang_options("./hf", gamma, kind=kind)])
+        elif engine == "llamacpp":
+            text = llamacpp(target, gamma, pinned=pinned, kind=kind)
+        else:
+            text = onnx(target, gamma, sampling)
         parts.append(f"\n## {TITLES[engine]}\n\n{lines}\n{text}")
     return "".join(parts)
 
 
-def remarks(judged: Judged, engine: str, *, parallel: bool) -> list[str]:
+def remarks(judged: Judged, engine: str, *, kind: str) -> list[str]:
     """What to expect of the engine, and of gamma, in lines."""
     lines = []
     if numbers := expected(judged, engine):
@@ -156,7 +156,7 @@ def remarks(judged: Judged, engine: str, *, parallel: bool) -> list[str]:
         )
     else:
         lines.append("- no evaluation says what to expect: draftkit evaluate, then export again")
-    if parallel and engine != "vllm":
+    if kind == PARD and engine != "vllm":
         lines.append("- the drafter proposes all tokens in one pass in vLLM; here one by one")
     return lines
 
@@ -176,15 +176,22 @@ def on_hub(target: str) -> bool:
     return not Path(target).is_absolute()
 
 
-def llamacpp(target: str, gamma: int) -> str:
-    """Both models as GGUF, and llama-server on them."""
+def llamacpp(target: str, gamma: int, *, pinned: Sequence[str] = (), kind: str = PLAIN) -> str:
+    """Both models as GGUF, and llama-server on them. Of a head's target the converter reads the
+    folder, which a name on the hub becomes first."""
     convert = ["python", "convert_hf_to_gguf.py", "--outtype", "q8_0", "--outfile"]
-    remote = ["--remote"] if on_hub(target) else []
+    remote, commands, options = ["--remote"] if on_hub(target) else [], [], []
+    if kind == EAGLE3:
+        if on_hub(target):
+            commands.append(["hf", "download", target, *pinned, "--local-dir", "target"])
+            remote, target = [], "target"
+        options = ["--target-model-dir", target]
     files = ["-m", "target.gguf", "-md", "draft.gguf"]
     return shell(
+        *commands,
         [*convert, "target.gguf", *remote, target],
-        [*convert, "draft.gguf", "./hf"],
-        ["llama-server", *files, *LOOPBACK, *llamacpp_options(gamma)],
+        [*convert, "draft.gguf", *options, "./hf"],
+        ["llama-server", *files, *LOOPBACK, *llamacpp_options(gamma, kind=kind)],
     )
 
 

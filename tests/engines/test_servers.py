@@ -85,7 +85,8 @@ def test_an_engine_that_is_not_installed_is_named(
 
 def test_each_engine_is_started_with_the_options_of_export(tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
-    (tmp_path / "hf" / "config.json").write_text('{"pard_token": 3}')
+    config = '{"model_type": "llama", "pard_token": 3}'
+    (tmp_path / "hf" / "config.json").write_text(config)
     for drafts, method in (("argmax", None), ("probabilistic", "probabilistic")):
         words = COMMANDS["vllm"](launch(tmp_path, drafts=drafts), 1234)
         options = json.loads(words[words.index("--speculative-config") + 1])

@@ -7,6 +7,7 @@ import torch
 
 from draftkit.evaluation.cards import SERVED, model_card, plain_card, serving
 from draftkit.models.loading import save_model
+from draftkit.models.parallel import EAGLE3, MEDUSA, P_EAGLE
 from tests import tiny
 from tests.evaluation.test_decision import judged
 
@@ -62,6 +63,18 @@ def test_a_card_launches_engines_that_draft_by_argmax_with_a_gamma_of_their_own(
     assert '"num_speculative_tokens": 5' in text
     assert "--speculative-num-steps 1" in text
     assert "--spec-draft-n-max 1" in text
+
+
+def test_a_card_of_a_head_names_the_engines_that_load_it():
+    for kind, engines in ((EAGLE3, ["vLLM", "SGLang", "llama.cpp"]), (P_EAGLE, ["vLLM"])):
+        for text in (
+            model_card(judged() | {"kind": kind}, target=None, name="a"),
+            plain_card(None, 3, kind=kind),
+        ):
+            lines = [line for line in text.splitlines() if line.endswith(":")]
+            assert [line.split(",")[0].removesuffix(":") for line in lines] == engines
+            assert '"method": "eagle3"' in text
+    assert "No engine loads Medusa heads any more" in plain_card(None, 3, kind=MEDUSA)
 
 
 @torch.inference_mode()

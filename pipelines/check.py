@@ -11,9 +11,10 @@ from itertools import chain
 
 from draftkit.config import Config
 from draftkit.data.chats import chat_format
-from draftkit.models.compatibility import NOTE, WRONG, Finding, findings
-from draftkit.models.loading import load_tokenizer
+from draftkit.models.compatibility import NOTE, WRONG, Finding, findings, unknown_target
+from draftkit.models.loading import load_tokenizer, model_config
 
+from .checksums import address_of_model
 from .command import run_command
 from .dry import dry_run
 from .plan import DISTILL, EVALUATE
@@ -36,10 +37,18 @@ def template_findings(config: Config) -> Iterator[Finding]:
         yield Finding(NOTE, "template", text)
 
 
+def target_findings(config: Config) -> Iterator[Finding]:
+    """What there is to say of a head and the target that it was made for."""
+    if config.draft.path is not None:
+        address = address_of_model(config.target, config.root)
+        if text := unknown_target(config.draft, model_config(config.draft), address):
+            yield Finding(NOTE, "target", text)
+
+
 def check(config: Config) -> None:
     """Print what there is to say. Raises ValueError for what does not fit."""
     wrong = []
-    for one in chain(findings(config), template_findings(config)):
+    for one in chain(findings(config), target_findings(config), template_findings(config)):
         first = f"  {one.level:<5} {one.subject:<9} "
         print(textwrap.fill(one.text, 79, initial_indent=first, subsequent_indent=" " * len(first)))
         if one.level == WRONG:

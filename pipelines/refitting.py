@@ -58,7 +58,7 @@ def watch(config: Config, folder: Path, stop: Event) -> None:
     """Load what refitting needs, and run the loop; with `overwrite` from an empty folder on."""
     check_pair(config)
     made = inputs_of(ONLINE, config)
-    fingerprints = checksums_of(made)
+    fingerprints = checksums_of(config, made)
     if config.overwrite:
         print(f"online: clearing {folder} (overwrite=true)", flush=True)
         clear_service(config, SERVER)

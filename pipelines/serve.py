@@ -87,7 +87,7 @@ def drafters_of(config: Config, made: StageFolder, target: Target) -> Drafters:
         registry = shape = None
         if decode.has_drafter:
             shape = model_config(draft)
-            registry = seeded_registry(config, name, draft, target, checksums_of(made))
+            registry = seeded_registry(config, name, draft, target, checksums_of(config, made))
         proposer = PROPOSERS[decode.proposer](
             lambda: load_draft(draft, target),
             lambda: training_ids(made.inputs["texts"]),
@@ -123,11 +123,11 @@ def serve(config: Config) -> None:
         stack.enter_context(locked(service_folder(config) / SERVER, wait=False))
         check_pair(config)
         made = inputs_of(SERVE, config)
-        target_config = made.model(config, "target")
+        target_config, fingerprints = made.model(config, "target"), checksums_of(config, made)
         if config.overwrite:
             print(f"serve: clearing {service_folder(config)} (overwrite=true)", flush=True)
             clear_service(config, STATE)
-        buffer = stack.enter_context(closing(buffer_of(config, checksums_of(made))))
+        buffer = stack.enter_context(closing(buffer_of(config, fingerprints)))
         target = load_target(target_config, config.hardware)
         decode: Any = partial(
             target.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False

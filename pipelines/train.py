@@ -21,6 +21,7 @@ from draftkit.distillation.fit import Fitting, with_warmup
 from draftkit.distillation.progress import training_seconds
 from draftkit.distillation.ranks import is_first
 from draftkit.distillation.sources import TrainingTexts, check_source_of_head
+from draftkit.models.compatibility import declare_target
 from draftkit.models.devices import resolve_device
 from draftkit.models.heads import head_class
 from draftkit.models.loading import model_config
@@ -89,6 +90,7 @@ def train(config: Config, folder: StageFolder) -> dict[str, Any]:
         note=folder.note,
     ).run()
     if is_first():
+        declare_target(fitted.draft.model.config, folder.digests["target"])
         fitted.save(folder.path / DRAFT)
     PartialState().wait_for_everyone()  # the group is left only when the drafter is saved
     outcome, lines = fitted.outcome, read_metrics(folder.path / FILE_NAME)

@@ -19,7 +19,7 @@ def pair_of(config: Config) -> StageFolder:
 
 def buffer_of(config: Config) -> Buffer:
     """The traffic buffer of `config`."""
-    return service.buffer_of(config, service.checksums_of(pair_of(config)))
+    return service.buffer_of(config, service.checksums_of(config, pair_of(config)))
 
 
 def seeded_registry(config: Config, route: str = "default") -> Registry:
@@ -29,5 +29,5 @@ def seeded_registry(config: Config, route: str = "default") -> Registry:
         pair.model(config, "draft"),
         load_outline(pair.model(config, "target"), config.hardware),
     )
-    fingerprints = service.checksums_of(pair)
+    fingerprints = service.checksums_of(config, pair)
     return service.seeded_registry(config, route, start, outline, fingerprints)

@@ -14,12 +14,12 @@ import torch
 from transformers import LlamaConfig
 
 import pipelines.prepare
-from draftkit.config import Config, TargetConfig
+from draftkit.config import Config, DraftConfig, TargetConfig
 from draftkit.data.rollouts import Record
 from draftkit.distillation.progress import duration
 from draftkit.models import memory
 from pipelines import dry, weights
-from pipelines.check import check, goal_of, template_findings
+from pipelines.check import check, goal_of, target_findings, template_findings
 from pipelines.command import launch, run_command
 from pipelines.configuration import compose_config
 from pipelines.lock import locked
@@ -265,6 +265,17 @@ def test_the_peak_begins_anew() -> None:
         high = memory.peak_bytes(cpu)
     memory.reset_peak(cpu)
     assert memory.peak_bytes(cpu) <= high - (90 << 20)
+
+
+def test_a_head_of_another_target_is_a_note(tmp_path: Path) -> None:
+    for name, more in (("target", {}), ("head", {"architectures": ["LlamaForCausalLMEagle3"]})):
+        LlamaConfig(**more).save_pretrained(tmp_path / name)
+    sides = {"target": TargetConfig(path=str(tmp_path / "target")), "root": str(tmp_path)}
+    config = replace(Config(), **sides, draft=DraftConfig(path=str(tmp_path / "head")))
+    (found,) = target_findings(config)
+    assert found.level == "note"
+    assert found.text.startswith(f"draft.path {tmp_path / 'head'}: the head names no target that")
+    assert [*target_findings(replace(config, draft=DraftConfig()))] == []
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The service folder: of one target and one starting drafter, cleared by whoever is alone in it."""
 
+import shutil
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from draftkit.artifacts import read_json, write_json
-from draftkit.config import Config
+from draftkit.config import Config, DraftConfig
 from draftkit.online.buffer import Buffer
 from draftkit.online.registry import Version
 from pipelines.configuration import compose_config
@@ -18,10 +19,10 @@ from pipelines.lock import locked
 from pipelines.refitting import daemon, daemon_folder
 from pipelines.rollback import rollback
 from pipelines.serve import serve
-from pipelines.service import registry_of, service_folder
+from pipelines.service import checksums_of, registry_of, service_folder
 from tests.online.traffic import entry, stored
 from tests.pairs import OTHERS, paths, save_pairs
-from tests.services import buffer_of, seeded_registry
+from tests.services import buffer_of, pair_of, seeded_registry
 
 FIXED = ["name=service", "serve.port=0", "hardware=cpu", "hardware.threads=1", "tracker=none"]
 FIXED += ["decode.compile='false'", "optim.compile='false'", "serve.adapts=false"]
@@ -119,6 +120,28 @@ def test_server_and_daemon_refuse_the_service_of_another_draft(
     with pytest.raises(ValueError, match="made with another draft"):
         run(other(config, pairs, "draft"))
     assert registry_of(config, "default").current() == version
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_server_and_daemon_refuse_a_head_of_another_target(
+    config: Config, pairs: Path, tmp_path: Path, command: str
+) -> None:
+    begin(config)
+    shutil.copytree(pairs / "pair" / "draft", tmp_path / "head")
+    path = tmp_path / "head" / "config.json"
+    head = {"architectures": ["LlamaForCausalLMEagle3"], "draftkit_target_sha256": "0" * 64}
+    write_json(path, read_json(path) | head)
+    given = replace(config, draft=DraftConfig(path=str(tmp_path / "head")), overwrite=True)
+    run, _ = COMMANDS[command]
+    with pytest.raises(
+        ValueError, match=r"was made for another target .* draft\.accept_target=true$"
+    ):
+        run(given)
+    assert count(config) == 1  # nothing was cleared
+    accepted = replace(given, draft=replace(given.draft, accept_target=True))
+    assert {*checksums_of(accepted, pair_of(accepted))} == {"target", "draft"}
+    write_json(path, read_json(path) | {"draftkit_target_sha256": pair_of(given).digests["target"]})
+    checksums_of(given, pair_of(given))
 
 
 @pytest.mark.usefixtures("_in_process")

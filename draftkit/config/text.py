@@ -140,6 +140,8 @@ class DraftConfig(ModelConfig, key="draft"):
     # A draft whose vocabulary differs from the target's in added tokens alone: never: it is taken,
     # and never proposes them
     extra_tokens: str = setting(REFUSE, names=(REFUSE, NEVER))
+    # Serve and refit a head (eagle3, medusa) though its folder names another target, or none.
+    accept_target: bool = False
     pard: PardConfig = field(default_factory=PardConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from draftkit.config import Config
+from draftkit.config import Config, DraftConfig
 from draftkit.models.context import LONGROPE, UNBOUNDED, context_of, rope_types
 from draftkit.models.files import check_weights
 from draftkit.models.heads import STEPS
@@ -21,16 +21,19 @@ from draftkit.models.loading import (
     load_tokenizer,
     model_config,
 )
+from draftkit.models.parallel import HEADS, kind_of
 from draftkit.models.served import FILE, unserved
 from draftkit.models.vocabulary import check_same_tokenizer, real_vocab_size
 
 Shapes = Mapping[str, PreTrainedConfig]  # by section: `target`, and `draft` where one is given
 Tokenizers = Mapping[str, PreTrainedTokenizerBase]
 GOOD, NOTE, WRONG = "ok", "note", "wrong"
+TARGET_SHA256 = "draftkit_target_sha256"
 # Of a configuration, what logits do not depend on: what every model has, and ids of the tokenizer.
 # A drafter proposes other numbers of tokens than it was trained for.
 NOT_OF_SHAPE = {*PreTrainedConfig().to_dict()} - {"model_type", "is_encoder_decoder"}
 NOT_OF_SHAPE |= {"use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "pard_k", STEPS}
+NOT_OF_SHAPE |= {TARGET_SHA256}
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,28 @@ def _context(shapes: Shapes) -> Finding:
     if any(LONGROPE in rope_types(shape) for shape in shapes.values()):
         smaller += "; of longrope the short factors are served, up to the original context"
     return Finding(level, "context", f"{text} tokens{smaller}")
+
+
+def declare_target(draft: PreTrainedConfig, sha256: str) -> None:
+    """Write into the configuration of a head the checksum of its target; of others nothing."""
+    if kind_of(draft) in HEADS:
+        setattr(draft, TARGET_SHA256, sha256)
+
+
+def unknown_target(draft: DraftConfig, shape: PreTrainedConfig, sha256: str) -> str:
+    """What there is to say of a head of `shape` that was not made for the target of `sha256`; empty
+    for others.
+    """
+    known = getattr(shape, TARGET_SHA256, None)
+    if kind_of(shape) not in HEADS or known == sha256:
+        return ""
+    made = (
+        "names no target that it was made for" if known is None else "was made for another target"
+    )
+    return (
+        f"draft.path {draft.path}: the head {made} ({TARGET_SHA256} of its config.json), and may "
+        "agree with this one on little: give a head of this target, or draft.accept_target=true"
+    )
 
 
 def check_same_architecture(own: PreTrainedConfig, given: PreTrainedConfig) -> None:

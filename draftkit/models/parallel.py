@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 PLAIN, PARD, EAGLE3, MEDUSA = "plain", "pard", "eagle3", "medusa"  # of `draft.kind`
 P_EAGLE = "p-eagle"  # what a summary calls a head of `draft.head.parallel`
+HEADS = (EAGLE3, P_EAGLE, MEDUSA)  # kinds that read the hidden states of one target
 ENCODER_DECODER = "encoder-decoder"  # what a summary calls a drafter of that kind
 LEAST_KEPT = 0.2  # of the chains, at every depth
 
@@ -77,7 +78,9 @@ def kind_of(config: PreTrainedConfig) -> str:
     if config.is_encoder_decoder:
         return ENCODER_DECODER
     names, in_one_pass = config.architectures or (), parallel_of(config) is not None
-    if any("Eagle3" in name for name in names):
+    if any("medusa" in name.lower() for name in names):
+        return MEDUSA
+    if any("eagle" in name.lower() for name in names):
         return P_EAGLE if in_one_pass else EAGLE3
     return PARD if in_one_pass else PLAIN
 

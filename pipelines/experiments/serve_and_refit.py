@@ -161,7 +161,7 @@ def ask(
 
 def served_rows(config: Config, folder: StageFolder) -> list[dict[str, Any]]:
     """What each version of each route has served, by the buffer's counts."""
-    buffer = buffer_of(config, checksums_of(folder))
+    buffer = buffer_of(config, checksums_of(config, folder))
     rows = [
         {
             "route": route,

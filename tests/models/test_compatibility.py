@@ -14,8 +14,11 @@ from draftkit.models.compatibility import (
     WRONG,
     Finding,
     check_same_architecture,
+    declare_target,
     findings,
+    unknown_target,
 )
+from draftkit.config import DraftConfig
 from pipelines.configuration import compose_config
 from tests.pairs import paths, save_pairs
 from tests.tiny import byte_tokenizer
@@ -132,6 +135,19 @@ def test_what_no_logits_depend_on_may_differ() -> None:
         pard_token=5, pard_k=8, use_cache=False, eos_token_id=[1, 2], dtype="float16"
     )
     check_same_architecture(LlamaConfig(pard_token=5, pard_k=4, architectures=["A"]), given)
+
+
+def test_a_head_says_for_which_target_it_was_made() -> None:
+    head, draft = LlamaConfig(architectures=["LlamaForCausalLMEagle3"]), DraftConfig(path="head")
+    assert "the head names no target that" in unknown_target(draft, head, "abc")
+    declare_target(head, "abc")
+    assert unknown_target(draft, head, "abc") == ""
+    assert "the head was made for another target" in unknown_target(draft, head, "other")
+    check_same_architecture(head, LlamaConfig())  # it computes as before
+    plain = LlamaConfig()
+    declare_target(plain, "abc")
+    assert plain.to_dict() == LlamaConfig().to_dict()
+    assert unknown_target(draft, plain, "other") == ""
 
 
 def test_a_target_that_never_ends_a_text_is_wrong(pairs: Path, tmp_path: Path) -> None:

@@ -31,9 +31,10 @@ from draftkit.evaluation.report import (
 from draftkit.evaluation.summary import compare
 from draftkit.evaluation.walltime import Timed
 from draftkit.models.adapter import Adapter
+from draftkit.models.head_files import kind_of
 from draftkit.models.loading import Target, load_draft, load_target, with_path
 from draftkit.models.memory import give_back_freed_memory
-from draftkit.models.parallel import PLAIN, kind_of
+from draftkit.models.parallel import PLAIN
 from draftkit.tracking import Tracker
 
 from .certify import DIFFERENT

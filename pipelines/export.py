@@ -11,13 +11,14 @@ from typing import Any
 
 from draftkit.artifacts import read_json, write_text
 from draftkit.config import Config
-from draftkit.engines.folder import write_plain_folder
+from draftkit.engines.folder import write_head_folder, write_plain_folder
 from draftkit.engines.hub import upload
 from draftkit.engines.launch import expected, launch_text, launched_gammas
 from draftkit.evaluation.cards import model_card, plain_card
 from draftkit.models.files import CARD
+from draftkit.models.head_files import kind_of
+from draftkit.models.heads import MEDUSA, head_class
 from draftkit.models.loading import check_kind, model_config
-from draftkit.models.parallel import kind_of
 
 from .command import main
 from .evaluate import drafter_of
@@ -28,7 +29,16 @@ from .stage import StageFolder
 
 PLAIN, LAUNCH, JUDGED = "hf", "launch.md", "evaluate"
 
-check = check_pair
+
+def check(config: Config) -> None:
+    """Raise ValueError for a drafter that no engine loads."""
+    check_pair(config)
+    draft = config.draft
+    if draft.kind == MEDUSA or (draft.path and kind_of(model_config(draft)) == MEDUSA):
+        raise ValueError(
+            "draft.kind=medusa: no engine loads Medusa heads any more, so nothing can be exported: "
+            "`draftkit serve` serves them, or train draft.kind=eagle3"
+        )
 
 
 def show(config: Config, folder: Path) -> None:
@@ -54,15 +64,13 @@ def export(config: Config, folder: StageFolder) -> dict[str, Any]:
     shape = model_config(drafter)
     kind = kind_of(shape)
     gammas = launched_gammas(judged, max(1, config.proposals), kind=kind)
-    notes = write_plain_folder(
-        drafter,
-        target,
-        folder.path / PLAIN,
-        gamma=gammas[PLAIN],
-        dtype=config.export.dtype,
-    )
+    gamma, dtype = next(iter(gammas.values())), config.export.dtype
+    if head_class(shape) is not None:
+        notes = write_head_folder(drafter, target, folder.path / PLAIN, dtype=dtype)
+    else:
+        notes = write_plain_folder(drafter, target, folder.path / PLAIN, gamma=gamma, dtype=dtype)
     name = config.target.location if config.target.path else None
-    card = plain_card(name, gammas[PLAIN], kind=kind)
+    card = plain_card(name, gamma, kind=kind)
     if judged:
         card = model_card(judged, target=name, name=config.name)
     write_text(folder.path / PLAIN / CARD, card)
@@ -80,7 +88,7 @@ def export(config: Config, folder: StageFolder) -> dict[str, Any]:
     if config.export.push_to_hub is not None:
         commit = upload(folder.path / PLAIN, config.export.push_to_hub)
     return {
-        "gamma": gammas[PLAIN],
+        "gamma": gamma,
         "notes": notes,
         "commit": commit,
         "engines": {

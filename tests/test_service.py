@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from draftkit.artifacts import read_json, write_json
 from draftkit.config import Config, DraftConfig
+from draftkit.models.compatibility import TARGET_SHA256
 from draftkit.online.buffer import Buffer
 from draftkit.online.registry import Version
 from pipelines.configuration import compose_config
@@ -127,10 +128,10 @@ def test_server_and_daemon_refuse_a_head_of_another_target(
     config: Config, pairs: Path, tmp_path: Path, command: str
 ) -> None:
     begin(config)
-    shutil.copytree(pairs / "pair" / "draft", tmp_path / "head")
+    shutil.copytree(pairs / "pair" / "target", tmp_path / "head")
     path = tmp_path / "head" / "config.json"
-    head = {"architectures": ["LlamaForCausalLMEagle3"], "draftkit_target_sha256": "0" * 64}
-    write_json(path, read_json(path) | head)
+    head = {"architectures": ["MedusaHeads"], "medusa_heads": 2, TARGET_SHA256: "0" * 64}
+    write_json(path, read_json(path) | {**head, "draft_vocab_size": 9})
     given = replace(config, draft=DraftConfig(path=str(tmp_path / "head")), overwrite=True)
     run, _ = COMMANDS[command]
     with pytest.raises(
@@ -140,7 +141,7 @@ def test_server_and_daemon_refuse_a_head_of_another_target(
     assert count(config) == 1  # nothing was cleared
     accepted = replace(given, draft=replace(given.draft, accept_target=True))
     assert {*checksums_of(accepted, pair_of(accepted))} == {"target", "draft"}
-    write_json(path, read_json(path) | {"draftkit_target_sha256": pair_of(given).digests["target"]})
+    write_json(path, read_json(path) | {TARGET_SHA256: pair_of(given).digests["target"]})
     checksums_of(given, pair_of(given))
 
 

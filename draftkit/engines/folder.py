@@ -1,4 +1,4 @@
-"""A drafter as a plain folder: what vLLM, SGLang, transformers and converters load as it is.
+"""A drafter as a folder: what vLLM, SGLang, transformers and converters load as it is.
 
 Engines compare the widths of the logits, the tokenizers and the contexts of both models, and refuse
 a drafter or cap the target where they differ. So the folder has as many embedding rows as the
@@ -19,12 +19,15 @@ from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from draftkit.artifacts import atomic_path
-from draftkit.config import DraftConfig, TargetConfig
+from draftkit.config import DraftConfig, HardwareConfig, TargetConfig
 from draftkit.models.context import context_of, rope_types
 from draftkit.models.files import TOKENIZER_FILES, VOCABULARIES
+from draftkit.models.head_files import LAYER_IDS
 from draftkit.models.loading import (
     declared_ends,
+    load_draft,
     load_sharing,
+    load_target,
     load_tokenizer,
     model_config,
 )
@@ -71,6 +74,32 @@ def write_plain_folder(
     model.generation_config = generation_config(target, tokenizer, gamma)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(model.config, name, getattr(shapes, name, None))
+    with atomic_path(folder) as temporary:
+        save_plain(model, temporary)
+        for name, file in files.items():
+            shutil.copyfile(file, temporary / name)
+    return notes
+
+
+def write_head_folder(
+    draft: DraftConfig, target: TargetConfig, folder: Path, *, dtype: str | None = None
+) -> list[str]:
+    """`write_plain_folder` of a head on the hidden states of `target`.
+
+    Engines give it the target's embeddings, so it has none but those of another trainer that
+    differ. Raises ValueError naming `draft.path` for a head that engines would read otherwise.
+    """
+    transformers_logging.disable_progress_bar()
+    files, shape = tokenizer_files(target), model_config(draft)
+    stored = getattr(shape, "dtype", None) or torch.float32
+    stored = stored if dtype is None else getattr(torch, dtype)
+    owner = load_target(target, HardwareConfig(device="cpu"), dtype="auto", probed=False)
+    model: Any = load_draft(draft, owner, dtype=stored).model
+    notes = raise_context(model.config, context_of(model_config(target)))
+    for name in (*LAYER_IDS, "eagle_config"):  # which engines read by different keys
+        vars(model.config).pop(name, None)
+    if hasattr(model, "embed_tokens"):
+        notes.append("the head has embeddings of its own; SGLang takes the target's instead")
     with atomic_path(folder) as temporary:
         save_plain(model, temporary)
         for name, file in files.items():

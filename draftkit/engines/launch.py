@@ -21,7 +21,8 @@ from draftkit.evaluation.cards import (
 )
 from draftkit.evaluation.engines import ARGMAX, LAUNCHED, best_gamma_of, launched_row, serves
 from draftkit.evaluation.report import interval
-from draftkit.models.parallel import EAGLE3, ENCODER_DECODER, PARD, PLAIN
+from draftkit.models.heads import EAGLE3
+from draftkit.models.parallel import ENCODER_DECODER, PARD, PLAIN
 
 LOOPBACK = ["--host", "127.0.0.1"]
 TITLES = {

@@ -9,14 +9,9 @@ from typing import Any
 from draftkit.evaluation.decision import decision_page
 from draftkit.evaluation.engines import best_gamma_of, serves
 from draftkit.evaluation.page import as_markdown
-from draftkit.models.parallel import (
-    EAGLE3,
-    ENCODER_DECODER,
-    MEDUSA,
-    P_EAGLE,
-    PARD,
-    PLAIN,
-)
+from draftkit.models.head_files import P_EAGLE
+from draftkit.models.heads import EAGLE3, MEDUSA
+from draftkit.models.parallel import ENCODER_DECODER, PARD, PLAIN
 
 # Of a kind, what there is to know before the engines that serve it.
 ABOUT = {

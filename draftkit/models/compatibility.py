@@ -13,7 +13,8 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from draftkit.config import Config, DraftConfig
 from draftkit.models.context import LONGROPE, UNBOUNDED, context_of, rope_types
 from draftkit.models.files import check_weights
-from draftkit.models.heads import STEPS
+from draftkit.models.head_files import check_head, kind_of_head
+from draftkit.models.heads import STEPS, head_class, layers_read
 from draftkit.models.loading import (
     check_same_shape,
     declared_ends,
@@ -21,8 +22,8 @@ from draftkit.models.loading import (
     load_tokenizer,
     model_config,
 )
-from draftkit.models.parallel import HEADS, kind_of
 from draftkit.models.served import FILE, unserved
+from draftkit.models.shrink import layer_count
 from draftkit.models.vocabulary import check_same_tokenizer, real_vocab_size
 
 Shapes = Mapping[str, PreTrainedConfig]  # by section: `target`, and `draft` where one is given
@@ -55,6 +56,8 @@ def findings(config: Config) -> Iterator[Finding]:
     tokenizers = {"target": target}
     if config.draft.path is None:
         yield Finding(GOOD, "drafter", "made here, with the target's tokenizer")
+    elif head_class(model_config(config.draft)) is not None:
+        yield _head(config.draft, shapes["target"])
     else:
         shapes["draft"] = model_config(config.draft)
         tokenizers["draft"] = load_tokenizer(config.draft)
@@ -62,9 +65,10 @@ def findings(config: Config) -> Iterator[Finding]:
         check_same_shape(shapes["target"], shapes.get("draft", shapes["target"]))
     except ValueError as error:
         yield Finding(WRONG, "kind", str(error))
-    for key in shapes:
+    for model in (config.target, config.draft):
         try:
-            check_weights(getattr(config, key))
+            if model.path is not None:
+                check_weights(model)
         except ValueError as error:
             yield Finding(WRONG, "weights", str(error))
     yield from _vocabulary(shapes, tokenizers, config.draft.extra_tokens)
@@ -74,6 +78,17 @@ def findings(config: Config) -> Iterator[Finding]:
     if names := unserved(vars(declared_generation(config.target))):
         text = f"{FILE} has {', '.join(names)}, which `generate` obeys: not served"
         yield Finding(NOTE, "sampling", text)
+
+
+def _head(draft: DraftConfig, target: PreTrainedConfig) -> Finding:
+    shape: Any = model_config(draft)
+    try:
+        check_head(f"draft.path {draft.path}", shape, target)
+    except ValueError as error:
+        return Finding(WRONG, "head", str(error))
+    layers = ", ".join(map(str, layers_read(kind_of_head(shape), layer_count(target))))
+    ids = f"{shape.draft_vocab_size:,} of {shape.vocab_size:,} ids"
+    return Finding(GOOD, "head", f"reads the layers {layers} of the target, and proposes {ids}")
 
 
 def _vocabulary(shapes: Shapes, tokenizers: Tokenizers, extra_tokens: str) -> Iterator[Finding]:
@@ -149,7 +164,7 @@ def _context(shapes: Shapes) -> Finding:
 
 def declare_target(draft: PreTrainedConfig, sha256: str) -> None:
     """Write into the configuration of a head the checksum of its target; of others nothing."""
-    if kind_of(draft) in HEADS:
+    if head_class(draft) is not None:
         setattr(draft, TARGET_SHA256, sha256)
 
 
@@ -158,7 +173,7 @@ def unknown_target(draft: DraftConfig, shape: PreTrainedConfig, sha256: str) -> 
     for others.
     """
     known = getattr(shape, TARGET_SHA256, None)
-    if kind_of(shape) not in HEADS or known == sha256:
+    if head_class(shape) is None or known == sha256:
         return ""
     made = (
         "names no target that it was made for" if known is None else "was made for another target"

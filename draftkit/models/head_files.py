@@ -24,7 +24,7 @@ from draftkit.models.heads import (
     head_class,
     layers_read,
 )
-from draftkit.models.parallel import parallel_of
+from draftkit.models.parallel import ENCODER_DECODER, PARD, PLAIN, parallel_of
 from draftkit.models.shrink import layer_count
 
 # What engines read in ways of their own, or not at all, with the only value that all agree on.
@@ -35,6 +35,7 @@ NOT_PORTABLE: Mapping[str, Any] = {
     "hidden_act": "silu",
 }
 LAYER_IDS = ("eagle_aux_hidden_state_layer_ids", "layer_ids")  # at the top, or in `eagle_config`
+P_EAGLE = "p-eagle"  # what summaries call a head of `draft.head.parallel`
 FOREIGN_STEPS = 4  # where another trainer does not say
 UNREAD = ("t2d",)  # what follows from d2t
 OTHER_NAMES = {"midlayer.": "layers.0."}
@@ -44,6 +45,16 @@ EMBEDDINGS = "embed_tokens.weight"
 def kind_of_head(config: PreTrainedConfig) -> str:
     """The `draft.kind` of a head by its configuration."""
     return MEDUSA if hasattr(config, "medusa_heads") else EAGLE3
+
+
+def kind_of(config: PreTrainedConfig) -> str:
+    """The kind of any drafter by its configuration, as summaries name it."""
+    if config.is_encoder_decoder:
+        return ENCODER_DECODER
+    in_one_pass = parallel_of(config) is not None
+    if head_class(config) is None:
+        return PARD if in_one_pass else PLAIN
+    return P_EAGLE if in_one_pass else kind_of_head(config)
 
 
 def load_head(
@@ -120,13 +131,13 @@ def check_head(where: str, config: Any, target: PreTrainedConfig) -> None:
         raise ValueError(
             f"{where}: draft_vocab_size is {config.draft_vocab_size}, of {config.vocab_size} ids"
         )
+    declared = {**vars(config), **(getattr(config, "eagle_config", None) or {})}
     for name, only in NOT_PORTABLE.items():
-        if (value := getattr(config, name, only)) != only and kind == EAGLE3:
+        if (value := declared.get(name, only)) != only and kind == EAGLE3:
             raise ValueError(
                 f"{where}: {name} is {value!r}, which engines read in different ways: give a head "
                 f"with {only!r}"
             )
-    declared = {**(getattr(config, "eagle_config", None) or {}), **vars(config)}
     for name in LAYER_IDS:
         if (ids := declared.get(name)) is not None and tuple(ids) != read:
             raise ValueError(

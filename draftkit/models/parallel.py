@@ -20,9 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-PLAIN, PARD, EAGLE3, MEDUSA = "plain", "pard", "eagle3", "medusa"  # of `draft.kind`
-P_EAGLE = "p-eagle"  # what a summary calls a head of `draft.head.parallel`
-HEADS = (EAGLE3, P_EAGLE, MEDUSA)  # kinds that read the hidden states of one target
+PLAIN, PARD = "plain", "pard"  # of `draft.kind`
 ENCODER_DECODER = "encoder-decoder"  # what a summary calls a drafter of that kind
 LEAST_KEPT = 0.2  # of the chains, at every depth
 
@@ -71,18 +69,6 @@ def parallel_of(config: PreTrainedConfig) -> Parallel | None:
     """What the configuration of a model says, None for a plain drafter."""
     token = getattr(config, "pard_token", None)
     return None if token is None else Parallel(int(token), int(getattr(config, "pard_k", 1)))
-
-
-def kind_of(config: PreTrainedConfig) -> str:
-    """The kind of the drafter of a configuration, as summaries name it."""
-    if config.is_encoder_decoder:
-        return ENCODER_DECODER
-    names, in_one_pass = config.architectures or (), parallel_of(config) is not None
-    if any("medusa" in name.lower() for name in names):
-        return MEDUSA
-    if any("eagle" in name.lower() for name in names):
-        return P_EAGLE if in_one_pass else EAGLE3
-    return PARD if in_one_pass else PLAIN
 
 
 def declare(config: PreTrainedConfig, parallel: Parallel) -> None:

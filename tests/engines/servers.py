@@ -20,10 +20,11 @@ import httpx
 from transformers import AutoConfig
 
 from draftkit.config import DraftConfig, TargetConfig
-from draftkit.engines.folder import write_plain_folder
+from draftkit.engines.folder import write_head_folder, write_plain_folder
 from draftkit.evaluation.cards import llamacpp_options, vllm_options
-from draftkit.models.loading import load_tokenizer
-from draftkit.models.parallel import kind_of
+from draftkit.models.head_files import kind_of
+from draftkit.models.heads import head_class
+from draftkit.models.loading import load_tokenizer, model_config
 from tests.engines.environments import FOLDER, missing
 from tests.engines.gguf import vocabulary_of, write_gguf
 
@@ -60,11 +61,18 @@ class Launch:
 def export_pair(engine: str, folder: Path, target: Path, draft: Path, *, gamma: int) -> None:
     """The pair in `folder` as `engine` loads it: a plain folder, or GGUF files made of it."""
     models = {"target": TargetConfig(path=str(target)), "draft": DraftConfig(path=str(draft))}
+    is_head = head_class(model_config(models["draft"])) is not None
     if not (folder / "hf").is_dir():
-        write_plain_folder(
-            models["draft"], models["target"], folder / "hf", gamma=gamma, dtype="float32"
-        )
-    if engine == "llamacpp" and not (folder / GGUF.format("draft")).is_file():
+        written = (models["draft"], models["target"], folder / "hf")
+        if is_head:
+            write_head_folder(*written, dtype="float32")
+        else:
+            write_plain_folder(*written, gamma=gamma, dtype="float32")
+    if engine != "llamacpp" or (folder / GGUF.format("draft")).is_file():
+        return
+    if is_head:
+        convert(folder, target)
+    else:
         exported = models | {"draft": DraftConfig(path=str(folder / "hf"))}
         for key, model in exported.items():
             write_gguf(model, folder / GGUF.format(key), kind="f32", key=key)
@@ -81,16 +89,14 @@ runpy.run_path("convert_hf_to_gguf.py", run_name="__main__")
 
 
 def convert(folder: Path, target: Path) -> None:
-    """The GGUF files of the `target` and, where there is one, of the head in `folder`/hf, by
-    llama.cpp's own converter."""
+    """The GGUF files of `target` and of the head in `folder`/hf, by llama.cpp's own converter."""
     tokenizer = load_tokenizer(TargetConfig(path=str(target)))
     splitter = vocabulary_of(tokenizer, rows=len(tokenizer)).splitter
     place, head = FOLDER / "llamacpp", ["--target-model-dir", str(target), str(folder / "hf")]
     for key, words in {"target": [str(target)], "draft": head}.items():
-        if Path(words[-1]).is_dir():
-            command = [str(place / "bin" / "python"), "-c", CONVERT, splitter, "--outtype", "f32"]
-            command += ["--outfile", str(folder / GGUF.format(key)), *words]
-            subprocess.run(command, cwd=place, check=True, capture_output=True)
+        command = [str(place / "bin" / "python"), "-c", CONVERT, splitter, "--outtype", "f32"]
+        command += ["--outfile", str(folder / GGUF.format(key)), *words]
+        subprocess.run(command, cwd=place, check=True, capture_output=True)
 
 
 def kind_in(folder: Path) -> str:

@@ -30,7 +30,7 @@ from tests.engines.heads import (
     swapped,
 )
 from tests.engines.pairs import EMBEDDED, text_rows
-from tests.engines.servers import NOTHING, Launch, convert, serving
+from tests.engines.servers import NOTHING, Launch, export_pair, serving
 from tests.engines.test_real_engines import greedy, installed
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
@@ -88,18 +88,10 @@ class Seen(NamedTuple):
 @cache
 def seen(engine: str, name: str) -> Seen:
     """What the engine makes of the prompts with a head of `made`, or NOTHING."""
-    folder = Path(mkdtemp())
-    if name != NOTHING:
-        made().heads[name].write(folder / "hf")
-    if engine == "llamacpp":
-        convert(folder, EMBEDDED)
-    launch = Launch(
-        folder=folder,
-        target=EMBEDDED,
-        gamma=GAMMA,
-        drafts="argmax" if name != NOTHING else name,
-        length=256,
-    )
+    folder, drafts = Path(mkdtemp()), NOTHING if name == NOTHING else "argmax"
+    head = made().heads["its own" if name == NOTHING else name].write(folder / "head")
+    export_pair(engine, folder, EMBEDDED, head, gamma=GAMMA)
+    launch = Launch(folder=folder, target=EMBEDDED, gamma=GAMMA, drafts=drafts, length=256)
     prompts = made().texts[:, :LENGTH].tolist()
     with serving(engine, launch) as url, httpx.Client(base_url=url, timeout=300) as client:
         ids = [greedy(client, engine, prompt) for prompt in prompts]
@@ -144,18 +136,8 @@ def test_answers_are_the_engines_own_and_as_many_are_accepted_as_predicted(
     counted = seen(engine, name).tokens_a_pass
     assert not difference(counted, Rate.of(expected)).excludes(0)
     # Greedy drafts of a greedy text leave nothing to chance, but for ties.
-    same = [
-        pair == tuple(one)
-        for pair, one in zip(expected, zip(*counted[:2], strict=True), strict=True)
-    ]
-    print(
-        engine,
-        name,
-        counted.mean,
-        Rate.of(expected).mean,
-        sum(same),
-        difference(counted, Rate.of(expected)),
-    )
+    pairs = zip(*counted[:2], strict=True)
+    same = [pair == (*one,) for pair, one in zip(expected, pairs, strict=True)]
     assert sum(same) >= PROMPTS - 1
 
 

@@ -14,7 +14,9 @@ import pytest
 from draftkit.config import SamplingConfig
 from draftkit.engines.launch import expected, launch_text, launched_gammas
 from draftkit.evaluation.engines import ARGMAX, LAUNCHED, MATCHED, SAMPLED, UNCUT
-from draftkit.models.parallel import EAGLE3, MEDUSA, P_EAGLE, PARD, PLAIN
+from draftkit.models.head_files import P_EAGLE
+from draftkit.models.heads import EAGLE3, MEDUSA
+from draftkit.models.parallel import PARD, PLAIN
 from tests.evaluation.test_report import estimate, summary
 
 

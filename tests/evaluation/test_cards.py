@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from draftkit.evaluation.cards import SERVED, model_card, plain_card, serving
+from draftkit.models.head_files import P_EAGLE
+from draftkit.models.heads import EAGLE3, MEDUSA
 from draftkit.models.loading import save_model
-from draftkit.models.parallel import EAGLE3, MEDUSA, P_EAGLE
 from tests import tiny
 from tests.evaluation.test_decision import judged
 

@@ -8,6 +8,7 @@ import pytest
 from transformers import Gemma3Config, LlamaConfig, MistralConfig, PreTrainedConfig
 
 from draftkit.artifacts import read_json, write_json
+from draftkit.config import DraftConfig
 from draftkit.models.compatibility import (
     GOOD,
     NOTE,
@@ -18,7 +19,6 @@ from draftkit.models.compatibility import (
     findings,
     unknown_target,
 )
-from draftkit.config import DraftConfig
 from pipelines.configuration import compose_config
 from tests.pairs import paths, save_pairs
 from tests.tiny import byte_tokenizer

@@ -51,12 +51,13 @@ CHAINS_AT_ONCE = 128  # that begin in a text: masks grow with the square of what
 class PromptTotals:
     """Sums over the positions of each prompt [P], by mode, and the number of positions [P].
 
-    shares: by mode, of each text, P(its token was an accepted proposal | the token) [T], of a draft
-    that proposes in one pass by the position in its round [T, K]; empty where texts were scored by
-    stored scores. cut: which texts no end of text ended [P]. documents:
-    what each prompt belongs to [P]; empty where each is a document of its own. accepted, entropies:
-    of each text, sum min(p, q) and the entropy of the target's own law (temperature 1, nats) at
-    every token [T]; domains: of each text; all three empty as `shares`.
+    shares: by mode, of each text, P(its token was an accepted proposal | the token) [T], of a
+    parallel draft, and of a head, by the position in its round [T, K]; empty where texts were
+    scored by stored scores. in_one_pass: whether the draft proposes so. cut: which texts no end of
+    text ended [P]. documents: what each prompt belongs to [P]; empty where each is a document of
+    its own. accepted, entropies: of each text, sum min(p, q) and the entropy of the target's own
+    law (temperature 1, nats) at every token [T]; domains: of each text; all three empty as
+    `shares`.
     """
 
     totals: dict[str, Tensor]
@@ -67,6 +68,7 @@ class PromptTotals:
     accepted: list[Tensor] = field(default_factory=list)
     entropies: list[Tensor] = field(default_factory=list)
     domains: Sequence[str] = ()
+    in_one_pass: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """By mode, and the positions, and the documents by number."""
@@ -187,6 +189,7 @@ def score_drafts(
             _by_prompt(contexts, totals[name]),
             shares=shares[name],
             accepted=accepted[name],
+            in_one_pass=drafts[name].parallel is not None,
             **same,
         )
         for name in drafts

@@ -79,7 +79,7 @@ def serves(engine: str, kind: str | None) -> bool:
 def drafted_as(setting: EngineSetting, scored: PromptTotals) -> tuple[PromptTotals, str]:
     """The scores of a drafter that proposes as `setting` does, and the mode in which it counts."""
     uncut = not setting.cuts_draft and UNCUT in scored.totals
-    drafted = scored if setting.in_one_pass else scored.one_by_one
+    drafted = scored.one_by_one if scored.in_one_pass and not setting.in_one_pass else scored
     return drafted, UNCUT if uncut else setting.mode
 
 

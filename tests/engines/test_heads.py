@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from draftkit.config import SamplingConfig
 from draftkit.engines.counters import Server
 from draftkit.theory.acceptance import Estimate, Rate, estimate
+from tests.engines import study
 from tests.engines.heads import (
     Head,
     features_of,
@@ -30,7 +31,7 @@ from tests.engines.heads import (
     swapped,
 )
 from tests.engines.pairs import EMBEDDED, text_rows
-from tests.engines.servers import NOTHING, Launch, export_pair, serving
+from tests.engines.servers import DRAFTS, NOTHING, Launch, export_pair, serving
 from tests.engines.test_real_engines import greedy, installed
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
@@ -151,3 +152,21 @@ def test_a_head_that_is_not_right_accepts_less(engine: str) -> None:
     random = seen(engine, "random")
     proposed = GAMMA * sum(random.passes)  # each would be right once in as many as there are ids
     assert sum(random.accepted) <= 5 * proposed / IDS
+
+
+@pytest.mark.parametrize(
+    ("engine", "name"), [("llamacpp", "its own"), ("vllm", "its own"), ("vllm", "parallel")]
+)
+def test_measure_engine_counts_of_a_head_what_draftkit_predicts(
+    tmp_path: Path, engine: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(engine)
+    monkeypatch.setattr(study, "TEMPERATURES", (0.0,))
+    head = made().heads[name].write(tmp_path / "head")
+    sizes = {"evaluate__prompts": PROMPTS, "evaluate__max_new_tokens": TOKENS}
+    rows = [*study.measured(engine, tmp_path, EMBEDDED, head, **sizes)]
+    assert [row["drafts"] for row in rows] == list(DRAFTS[engine])
+    for row in rows:
+        assert row["counted"]["mean"] > 1.1  # it did speculate
+        low, high = row["difference"]["ci95"]
+        assert low <= 0 <= high

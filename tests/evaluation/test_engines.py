@@ -1,5 +1,6 @@
 """Tokens a pass that are computed from scored texts equal those that decoding shows."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -17,6 +18,7 @@ from draftkit.evaluation.engines import (
     SAMPLED,
     SETTINGS,
     best_gamma_of,
+    drafted_as,
     engine_rows,
 )
 from draftkit.models.adapter import Adapter
@@ -26,6 +28,7 @@ from tests.tabular import random_adapter, relative
 VOCAB, EOS, TEXTS, TOKENS = 8, 7, 400, 30
 TARGET = random_adapter(VOCAB, 1)
 DRAFT = relative(TARGET, 2)
+VLLM, SGLANG = (next(one for one in SETTINGS if one.engine == name) for name in ("vLLM", "SGLang"))
 
 
 @cache
@@ -92,6 +95,16 @@ def test_a_draft_that_the_engine_does_not_cut_has_a_mode_of_its_own() -> None:
     modes = {(row["engine"], row["setting"]): row["mode"] for row in rows}
     assert modes["vLLM", "probabilistic"] == UNCUT
     assert UNCUT not in made("sampled", 2, temperature=0.8)[1].totals
+
+
+def test_a_parallel_draft_has_a_law_for_each_place_in_one_pass_and_a_head_everywhere() -> None:
+    shares = [torch.tensor([[0.5, 0.0], [0.5, 0.25]])]
+    totals = PromptTotals({ARGMAX: torch.ones(1)}, torch.full((1,), 2.0), {ARGMAX: shares})
+    for in_one_pass, places in ((False, 2), (True, 1)):
+        drafted, _ = drafted_as(SGLANG, replace(totals, in_one_pass=in_one_pass))
+        assert drafted.shares[ARGMAX][0].view(2, -1).shape[1] == places
+    (kept,) = drafted_as(VLLM, replace(totals, in_one_pass=True))[0].shares[ARGMAX]
+    assert kept is shares[0]
 
 
 def test_every_setting_is_a_row_at_its_own_gamma() -> None:

@@ -1,19 +1,32 @@
 """Heads on the target's hidden states through the commands: made, trained, judged, refused."""
 
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import draftkit
 from draftkit.artifacts import read_json
-from draftkit.config import Config
+from draftkit.config import Config, DecodeConfig, EvaluateConfig, OptimConfig, SamplingConfig
 from draftkit.data.rollouts import read_parts
+from draftkit.decoding.decoder import Decoder
+from draftkit.models.loading import load_target
+from draftkit.serving.drafters import same
 from pipelines.command import launch
-from pipelines.plan import DISTILL, GENERATE, PREPARE, TRAIN
+from pipelines.online import check_drafter
+from pipelines.plan import DISTILL, GENERATE, PREPARE, SERVE, TRAIN
 from pipelines.product import plan
-from pipelines.stage import ensure
+from pipelines.refitting import watch
+from pipelines.rollback import rollback
+from pipelines.serve import drafters_of
+from pipelines.service import registry_of, service_folder
+from pipelines.stage import ensure, inputs_of
 from tests import tiny
+from tests.services import buffer_of
 from tests.smoke import numbers, same_weights, smoke
 from tests.test_pipelines import kill_when
 from tests.trained import trained_target
@@ -166,3 +179,59 @@ def test_a_head_is_what_its_folder_says(
         launch(TRAIN, on_seven(root, start, "name=refused", *words))
     assert "\n" not in str(error.value)
     assert not (root / "refused" / "train").exists()
+
+
+SERVED = ("source=target", "online.min_records=24", "online.steps=40", "online.gate.records=48")
+SERVED += ("online.anchor_fraction=0", "online.gate.anchors=0", "online.most_updates=1")
+SERVED += ("optim.learning_rate=3e-3", "hardware.dtype=float32")
+
+
+def test_a_head_is_refitted_from_what_was_served_swapped_in_and_taken_back(root: Path) -> None:
+    """The first version is the head as it was made, which has much to learn."""
+    config = on_seven(root, EAGLE3, *SERVED, "name=served")
+    made, records = inputs_of(SERVE, config), read_parts(ensure(GENERATE, config))
+    with closing(buffer_of(config)) as buffer:
+        for turn in range(6):  # under prompts that differ
+            answers = (replace(one, prompt_ids=[turn, *one.prompt_ids[1:]]) for one in records)
+            buffer.append([("default", replace(one, document="")) for one in answers])
+    watch(config, service_folder(config), Event())
+    first, second = registry_of(config, "default").versions()
+    assert second.metrics["gain"]["mean"] > 0
+    assert "tokens a pass" in second.metrics["reason"]
+    target = load_target(made.model(config, "target"), config.hardware)
+    drafters = drafters_of(config, made, target)
+    ends = target.eos_token_ids
+    drafters.attach(Decoder(target.adapter, slots=1, capacity=64, eos_token_ids=ends))
+    for version in (second, first):
+        drafters.poll()
+        assert drafters.versions() == {"default": version.name}
+        weights = drafters.routes["default"].proposer.weights()
+        assert same(weights, load_file(version.path / "model.safetensors"))
+        if version is second:
+            rollback(config)
+
+
+def test_a_head_learns_from_no_stored_scores(root: Path) -> None:
+    words = (EAGLE3, "online.teacher=stored")
+    with pytest.raises(ValueError, match=r"^draft\.kind=eagle3 needs online\.teacher=target: a "):
+        check_drafter(on_seven(root, *words))
+
+
+def test_the_library_takes_a_head(root: Path, finished: Path) -> None:
+    target = trained_target("data.max_rows=100", layers=7)
+    short = OptimConfig(max_steps=8, learning_rate=3e-3, per_device_train_batch_size=4)
+    pair = draftkit.load_pair(target, finished / "train" / "draft", optim=short, dtype="float32")
+    prompts = [f"def number_{number}(text):\n    return" for number in range(60)]
+    fitted = draftkit.distill(pair, prompts[:40], source="target")
+    few = EvaluateConfig(max_new_tokens=12)
+    before, after = (
+        draftkit.evaluate(one, prompts[40:], evaluate=few)
+        for one in (pair, pair.with_draft(fitted))
+    )
+    assert after.alpha.mean > before.alpha.mean
+    plain = {"sampling": SamplingConfig(temperature=0)}
+    answers = [
+        draftkit.generate(pair, prompts[0], decode=DecodeConfig(proposer=name), **plain).ids
+        for name in ("sampled", "none")
+    ]
+    assert answers[0] == answers[1]

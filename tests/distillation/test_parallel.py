@@ -185,6 +185,7 @@ def test_stored_scores_give_the_loss_of_the_target_itself_where_they_hold_all() 
 def blocks_of(draft: CausalAdapter) -> BlockSampler:
     return BlockSampler(
         draft=draft,
+        verifier=draft,
         gamma=BLOCKS,
         sampling=SamplingConfig(temperature=0.8, top_k=20),
         eos_token_ids=[],

@@ -44,7 +44,8 @@ from draftkit.evaluation.alpha import PromptTotals, estimates, score_contexts
 from draftkit.evaluation.judge import Measured, Prompts, check_lossless, gather, proposer_of
 from draftkit.evaluation.summary import compare
 from draftkit.models.adapter import Adapter
-from draftkit.models.files import commit_of, model_sha256
+from draftkit.models.compatibility import declare_target
+from draftkit.models.files import address_of
 from draftkit.models.loading import Target, load_draft, load_target
 from draftkit.models.served import served_sampling
 from draftkit.prompts import Prompt, check_held_out, examples_of, fit_examples, held_out_of
@@ -223,10 +224,13 @@ def distill(
             note(f"sampling {count} answers of the target")
             again = [examples[row % len(examples)] for row in range(count)]
             rollouts = target_answers(pair.target, again, config, ROLLOUTS, room)
+        draft = load_learner(config.draft, pair.target)  # what is served may be rounded
+        if draft.reads:
+            declare_target(draft.model.config, address_of(config.target))
         return Fitting(
             config=config,
             target=pair.target,
-            draft=load_learner(config.draft, pair.target),  # what is served may be rounded
+            draft=draft,
             texts=TrainingTexts(examples, room, rollouts),
             validation=_contexts(pair, held_out, config, VALIDATION),
             folder=work,
@@ -249,9 +253,7 @@ def _claim(folder: Path, config: Config, call: dict[str, Any]) -> None:
     settings = flatten(asdict(replace(config, hardware=HardwareConfig()))) | call
     for key in ("target", "draft"):
         model = getattr(config, key)
-        local, code = Path(model.location).is_dir(), model.trust_remote_code
-        known = model_sha256(Path(model.location), code=code) if local else commit_of(model)
-        settings |= {f"{key}.path": known, f"{key}.revision": None}
+        settings |= {f"{key}.path": address_of(model), f"{key}.revision": None}
     path = folder / "settings.json"
     stored = read_json(path) if path.exists() else settings
     if others := [key for key in {**settings, **stored} if stored.get(key) != settings.get(key)]:

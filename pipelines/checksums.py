@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from draftkit.artifacts import fingerprint, remembered, sha256_file
 from draftkit.config import DataConfig, ModelConfig
-from draftkit.models.files import commit_of, files_of_model, model_sha256
+from draftkit.models.files import address_of, files_of_model, model_sha256
 from draftkit.models.gguf_files import VERSION, convert, file_named
 from draftkit.models.loading import check_folder
 
@@ -37,7 +37,7 @@ def address_of_model(model: ModelConfig, root: str) -> str:
     folder = Path(model.location)
     if folder.is_dir():
         return digest_of_model(folder, root, code=model.trust_remote_code)
-    return f"{model.path}@{commit_of(model)}"
+    return address_of(model)
 
 
 def unpacked(model: Model, root: str) -> tuple[Model, str]:

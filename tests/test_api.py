@@ -19,11 +19,16 @@ from transformers import AutoModelForCausalLM
 
 import draftkit
 import draftkit.api
+from draftkit.artifacts import read_json
 from draftkit.config import DataConfig, EvaluateConfig, OptimConfig, SamplingConfig
+from draftkit.models.compatibility import TARGET_SHA256
+from draftkit.models.files import address_of
 from draftkit.models.loading import save_model
 from draftkit.theory.divergences import forward_kl
 from draftkit.tracking import read_metrics
 from tests import tiny
+from tests.engines import making
+from tests.engines.heads import fitted
 from tests.launching import ROOT
 
 SHORT = OptimConfig(max_steps=4, per_device_train_batch_size=4, learning_rate=3e-4, eval_steps=4)
@@ -323,6 +328,23 @@ def test_what_was_distilled_is_saved_loaded_and_distilled_again(pair, tmp_path):
     held.clear()
     gc.collect()
     assert not kept.exists()
+
+
+def test_a_head_is_judged_and_distilled_and_names_its_target(tmp_path):
+    model = making.model(num_hidden_layers=7, num_key_value_heads=4)
+    target = making.saved(model, tmp_path / "target")
+    head = fitted(model, torch.arange(48).view(2, 24), ids=torch.arange(30), wide=16)
+    folder = head.write(tmp_path / "head")
+    pair = draftkit.load_pair(target.path, folder, dtype="float32", optim=SHORT, evaluate=FEW)
+    trained = draftkit.distill(pair, texts(8), source="target")
+    trained.save(tmp_path / "trained")
+    assert read_json(tmp_path / "trained/config.json")[TARGET_SHA256] == address_of(target)
+    again = pair.with_draft(tmp_path / "trained")
+    assert draftkit.evaluate(again, texts(8)).alpha.mean > 0
+    ids, greedy = tiny.prompts([6])[0], SamplingConfig(temperature=0.0)
+    answer = draftkit.generate(again, ids, sampling=greedy, max_new_tokens=8)
+    own = model.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert answer.ids == own[0, 6:].tolist()
 
 
 def test_a_timed_evaluation_judges_as_the_command_does_and_leaves_the_pair(folder):

@@ -21,6 +21,8 @@ from pipelines.refitting import daemon, daemon_folder
 from pipelines.rollback import rollback
 from pipelines.serve import serve
 from pipelines.service import checksums_of, registry_of, service_folder
+from tests.engines import making
+from tests.engines.heads import fitted
 from tests.online.traffic import entry, stored
 from tests.pairs import OTHERS, paths, save_pairs
 from tests.services import buffer_of, pair_of, seeded_registry
@@ -121,6 +123,23 @@ def test_server_and_daemon_refuse_the_service_of_another_draft(
     with pytest.raises(ValueError, match="made with another draft"):
         run(other(config, pairs, "draft"))
     assert registry_of(config, "default").current() == version
+
+
+@pytest.mark.usefixtures("_in_process")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_server_and_daemon_take_a_head(tmp_path: Path, command: str) -> None:
+    model = making.model(num_hidden_layers=7, num_key_value_heads=4)
+    making.saved(model, tmp_path / "target")
+    head = fitted(model, torch.arange(48).view(2, 24), ids=torch.arange(30), wide=16)
+    words = [f"target.path={tmp_path / 'target'}", f"draft.path={head.write(tmp_path / 'head')}"]
+    words += ["draft.accept_target=true", f"root={tmp_path}"]
+    config = compose_config([*FIXED, *words])
+    COMMANDS[command][0](config)
+    version = registry_of(config, "default").current()
+    assert version is not None
+    written = load_file(version.path / "model.safetensors")
+    assert torch.equal(written["d2t"], head.tensors["d2t"])
+    assert not (version.path / "kept_ids.json").exists()
 
 
 @pytest.mark.parametrize("command", COMMANDS)

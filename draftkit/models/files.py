@@ -67,6 +67,14 @@ def commit_of(model: ModelConfig) -> str:
     return commit
 
 
+def address_of(model: ModelConfig) -> str:
+    """The checksum of the model that a section names; of the hub, its name and commit."""
+    folder = Path(model.location)
+    if folder.is_dir():
+        return model_sha256(folder, code=model.trust_remote_code)
+    return f"{model.path}@{commit_of(model)}"
+
+
 def check_weights(model: ModelConfig) -> None:
     """Raise ValueError for a folder here whose weights are no safetensors."""
     folder = Path(model.location)

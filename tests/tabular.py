@@ -70,16 +70,20 @@ class TabularAdapter:
         """Write tokens and what they leave behind to the cache, then look both up there."""
         positions = positions.clamp(max=self.max_positions - 1)
         marks = (tokens + 1).to(self.table.dtype)  # 0 is a slot that nobody has written
-        keys, values = cache.at(positions).update(
+        slots, behind, seen = cache.reading(positions)
+        keys, values = cache.at(slots).update(
             marks[:, None, :, None], self.memory[tokens][:, None], 0
         )
         keys, values = keys[:, 0, :, 0].long() - 1, values[:, 0]  # [B, C], [B, C, V]
-        fed = keys.gather(1, positions)
-        previous = keys.gather(1, (positions - 1).clamp(min=0))
+
+        def back(count: int) -> Tensor:
+            """[B, N]: the first slot in sight whose token stands so many positions before."""
+            return (seen & (behind == count))[:, 0].to(torch.uint8).argmax(-1)
+
+        fed, previous = keys.gather(1, slots), keys.gather(1, back(1))
         first = (positions < 1) | (previous < 0)
         previous = torch.where(first, self.before(cache), previous)
-        older = (positions - 2).clamp(min=0)[..., None]
-        left = values.gather(1, older.expand(-1, -1, self.vocab_size))
+        left = values.gather(1, back(2)[..., None].expand(-1, -1, self.vocab_size))
         for layer in cache.taps:
             cache.keep(layer, torch.stack([fed + 1, previous + 1], -1).to(self.dtype))
         logits = self.table[previous, fed] + left.masked_fill((positions < 2)[..., None], 0.0)

@@ -43,6 +43,7 @@ from draftkit.decoding.state import (
     make_group,
     tokens_needed,
 )
+from draftkit.decoding.trees import Tree, check_tree
 from draftkit.models.adapter import Adapter, parts_of
 from draftkit.models.cache import BUCKET, SlotCache, rounded_capacity, visible_slots
 from draftkit.theory import noise
@@ -56,7 +57,8 @@ class Decoder:
     """Rows join, advance by rounds, and leave; see the module's docstring.
 
     `slots` rows of at most `capacity` tokens, scratch space included: a request needs
-    `limit + 2 (gamma + 1)` of them, what an encoder reads included. `compiled` runs rounds as
+    `limit + 2 (gamma + 1)` of them, what an encoder reads included, gamma being the nodes of a tree
+    where one is proposed. `compiled` runs rounds as
     compiled units (`graphs`), `captured` as CUDA graphs of eager code (elsewhere: as they are),
     both with the same results for the same noise, in batches of `batch_sizes` (default: a few) or
     of all slots: each size is code of its own. `late` lets `round` return what the round before it
@@ -114,6 +116,9 @@ class Decoder:
         """Let requests name `proposer` by `proposer_id`. ValueError while rows use that id."""
         if any(slot.request.proposer_id == proposer_id for slot in self.state.slots.values()):
             raise ValueError(f"proposer {proposer_id} still serves rows; let them leave first")
+        if proposer.tree is not None:
+            check_tree(proposer.tree, self.target, self.verification)
+            proposer.tree = proposer.tree.to(self.target.device)
         proposer.allocate(self.cache.rows, self.capacity, self.cache.encoder_capacity)
         self.cache.taps = tuple(sorted({*self.cache.taps, *proposer.reads}))
         self._proposers[proposer_id] = proposer
@@ -164,7 +169,7 @@ class Decoder:
                 f"{len(request.prompt_ids)} prompt tokens and {request.max_new_tokens} new ones "
                 f"exceed the context of {context} (the smaller of both models')"
             )
-        if (need := tokens_needed(request)) > self.capacity:
+        if (need := tokens_needed(request, self._tree(request.proposer_id))) > self.capacity:
             raise ValueError(f"a row needs {need} cache slots, the decoder has {self.capacity}")
 
     # Prefill
@@ -219,7 +224,8 @@ class Decoder:
             if group.adapts and self.gamma_policy is not None:
                 batch = len(group.members)
                 chosen = self.gamma_policy.choose(batch=batch, most=group.gamma)
-                group = replace(group, gamma=chosen)
+                if group.tree is None or chosen == 0:  # a tree is proposed whole, or not at all
+                    group = replace(group, gamma=chosen, tree=None)
             self._pending.append(self._launch(group))
             if not self.late:
                 results.append(self._read(self._pending.popleft()))
@@ -237,9 +243,16 @@ class Decoder:
         groups = []
         for (gamma, proposer_id, adapts), slots in members.items():
             size, prefix = group_shape(slots, self.cache.rows, self._units)
+            tree = self._tree(proposer_id) if gamma else None
+            gamma = tree.depth if tree else gamma
             group = make_group(self.state, slots, gamma, proposer_id, size=size, prefix=prefix)
-            groups.append(replace(group, adapts=adapts))
+            groups.append(replace(group, adapts=adapts, tree=tree))
         return groups
+
+    def _tree(self, proposer_id: str | None) -> Tree | None:
+        """What a proposer proposes, where it is no chain."""
+        proposer = self._proposers.get(proposer_id)
+        return None if proposer is None else proposer.tree
 
     def _launch(self, group: Group) -> Launched:
         """Set a round of `group` going; nothing here waits for the device."""
@@ -247,7 +260,7 @@ class Decoder:
         if self._units.is_fixed:
             self._make_buffers(group)
         held = [self.state.slots[number] for number in group.members]
-        longest = max(slot.length for slot in held) + self._unread() + group.gamma + 1
+        longest = max(slot.length for slot in held) + self._unread() + group.scratch
         bucket = COMPILED_BUCKET if self._units.is_fixed else BUCKET
         visible = visible_slots(longest, self.capacity, bucket, joins_last=self._units.is_fixed)
         inputs = RoundInputs(group, visible)

@@ -152,10 +152,11 @@ def decode(
     """Decode all `requests` on a decoder made to their measure; `proposer` has id `DRAFT_ID`."""
     if not requests:
         return []
+    tree = None if proposer is None else proposer.tree
     decoder = Decoder(
         target,
         slots=min(batch_size, len(requests)),
-        capacity=max(map(tokens_needed, requests)),
+        capacity=max(tokens_needed(request, tree) for request in requests),
         eos_token_ids=eos_token_ids,
         verification=verification,
         top_k=top_k,

@@ -14,14 +14,16 @@ Shapes: B rows, N fed tokens, K proposed tokens, E encoder tokens, V vocabulary.
 
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from draftkit.decoding.state import RoundView
+from draftkit.decoding.trees import Tree
 from draftkit.models.adapter import Adapter
-from draftkit.models.cache import SlotCache
+from draftkit.models.cache import Branches, SlotCache
 from draftkit.models.context import UNBOUNDED
 from draftkit.models.heads import Eagle3Adapter, MedusaAdapter
 from draftkit.theory.noise import DRAFT, sample
@@ -29,7 +31,10 @@ from draftkit.theory.warping import warp
 
 
 class Proposal(NamedTuple):
-    """Tokens and the q of each; `draft_probs` None means one-hot proposals."""
+    """Tokens and the q of each; `draft_probs` None means one-hot proposals.
+
+    Of a tree the tokens are those of its nodes, [B, N], and lengths speak of depths.
+    """
 
     tokens: Tensor  # [B, K] int64
     draft_probs: Tensor | None  # [B, K, V]
@@ -47,6 +52,7 @@ class Proposer:
     max_positions = UNBOUNDED  # tokens of the longest text that it can continue
     has_cache = False  # whether it must be shown all text, by `prefill` or by taking part
     reads: tuple[int, ...] = ()  # the target's residual streams that it is fed (`models.streams`)
+    tree: Tree | None = None  # what it proposes, where it is no chain
 
     @property
     def signature(self) -> Hashable:
@@ -64,7 +70,7 @@ class Proposer:
         return (type(self), *traits.items())
 
     def propose(self, view: RoundView, gamma: int) -> Proposal:
-        """Propose `gamma` tokens after the committed text of each row."""
+        """Propose `gamma` tokens after the committed text of each row, or `view.group.tree`."""
         raise NotImplementedError
 
     def pick(self, view: RoundView) -> "Proposer":
@@ -151,26 +157,62 @@ def draw(view: RoundView, gamma: int, after: Callable[[Tensor, int], Tensor]) ->
     )
 
 
+def grow(
+    view: RoundView,
+    tree: Tree,
+    logits: Tensor,
+    read: Callable[[Tensor, Tensor, Branches], Tensor],
+) -> Proposal:
+    """The tokens of `tree` level by level, from the logits [B, 1, V] behind the text.
+
+    read(tokens, positions, branches): the logits [B, n, V] behind n nodes of a level, those that
+    have children.
+    """
+    levels: list[Tensor] = []
+    capacity, first = view.tokens.shape[1], view.length - 1
+    bounds = zip(pairwise(tree.starts[1:]), tree.inner[1:], strict=True)
+    for depth, ((start, end), inner) in enumerate(bounds, 1):
+        ids, of = logits.topk(tree.width).indices, slice(start - 1, end - 1)
+        levels.append(ids[:, tree.place[of], tree.order[of]])
+        if inner:
+            # A filler's text may end anywhere: it must not reach beyond the cache.
+            positions = (first + depth).clamp(max=capacity - 1)[:, None].expand(-1, inner)
+            branches = tree.branches(first, start, start + inner)
+            logits = read(levels[-1][:, :inner], positions, branches)
+    lengths = torch.full_like(view.length, tree.depth)
+    return Proposal(torch.cat(levels, dim=1), None, lengths=lengths)
+
+
 class DraftModelProposer(Proposer):
     """A small language model with a cache of its own.
 
     `tokens` are sampled as the target is served, or the draft's argmax, which engines propose by
-    default: then q is one-hot, and a proposal is accepted with probability p(argmax q).
+    default: then q is one-hot, and a proposal is accepted with probability p(argmax q). With `tree`
+    they are the likeliest of it.
     """
 
     has_cache = True
 
-    def __init__(self, draft: Adapter, *, version: str = "", tokens: str = "sampled") -> None:
+    def __init__(
+        self,
+        draft: Adapter,
+        *,
+        version: str = "",
+        tokens: str = "sampled",
+        tree: Tree | None = None,
+    ) -> None:
         assert tokens in ("sampled", "argmax"), tokens
         self.draft = draft
         self.version = version
         self.tokens = tokens
+        self.tree = tree
         self.max_positions = draft.max_positions
         self._cache = SlotCache(0, 0)  # until `allocate`
 
     @property
     def signature(self) -> Hashable:
-        return (type(self), self.draft.signature, self.tokens)
+        tree = None if self.tree is None else self.tree.key
+        return (type(self), self.draft.signature, self.tokens, tree)
 
     def allocate(self, slots: int, capacity: int, encoder_capacity: int = 0) -> None:
         self._cache = SlotCache(slots, capacity, encoder_capacity)
@@ -197,6 +239,8 @@ class DraftModelProposer(Proposer):
         Feeds the last *two* tokens: after full acceptance the cache lacks the last proposal, and
         otherwise writing its slot again is harmless, so no branch is needed.
         """
+        if view.group.tree is not None:
+            return self._grown(view, view.group.tree)
         view = self.served(view)
         cache = self.cache(view)
 
@@ -212,14 +256,25 @@ class DraftModelProposer(Proposer):
 
         return draw(view, gamma, after)
 
+    def _grown(self, view: RoundView, tree: Tree) -> Proposal:
+        """In the slots of the last round's nodes stands text by now: it is fed again."""
+        tokens, positions, _ = behind(view, 0, self._cache.capacity)
+        logits = self.draft.step(tokens, positions=positions, cache=self.cache(view), last=1)
+
+        def read(tokens: Tensor, positions: Tensor, branches: Branches) -> Tensor:
+            cache = self.cache(view, branches)
+            return self.draft.step(tokens, positions=positions, cache=cache)
+
+        return grow(view, tree, logits, read)
+
     def served(self, view: RoundView) -> RoundView:
         """`view` with the sampling that the draft's tokens are chosen by."""
         sampled = self.tokens == "sampled" and not view.group.greedy
         return view if sampled else most_likely(view)
 
-    def cache(self, view: RoundView) -> SlotCache:
-        """The draft's cache of the rows of `view`."""
-        return self._cache.select(view.group.rows, visible=view.visible)
+    def cache(self, view: RoundView, branches: Branches | None = None) -> SlotCache:
+        """The draft's cache of the rows of `view`, for text or for `branches` of a tree."""
+        return self._cache.select(view.group.rows, visible=view.visible, branches=branches)
 
     def weights(self) -> dict[str, Tensor]:
         return self.draft.weights()
@@ -267,7 +322,14 @@ def behind(view: RoundView, more: int, capacity: int) -> tuple[Tensor, Tensor, T
 
 
 def at_once(view: RoundView, logits: Tensor) -> Proposal:
-    """Draw a token from the served law of each of `logits` [B, K, V], which know none of them."""
+    """Draw a token from the served law of each of `logits` [B, K, V], which know none of them.
+
+    Of a tree nodes of one depth and rank are of one token, whatever their parents.
+    """
+    if (tree := view.group.tree) is not None:
+        ids = logits.topk(tree.width).indices  # [B, D, ranks]
+        lengths = torch.full_like(view.length, tree.depth)
+        return Proposal(ids[:, tree.depths[1:] - 1, tree.order], None, lengths=lengths)
     gamma, seen = logits.shape[1], None if view.seen is None else view.seen[:, None]
     probs = warp(logits, view.group.params, seen)  # [B, K, V]
     lengths = torch.full_like(view.length, gamma)
@@ -284,8 +346,8 @@ class HeadProposer(DraftModelProposer):
     head made of its proposals never stay. A text of one token has no features, and no proposals.
     """
 
-    def __init__(self, draft: Eagle3Adapter, *, version: str = "", tokens: str = "sampled") -> None:
-        super().__init__(draft, version=version, tokens=tokens)
+    def __init__(self, draft: Eagle3Adapter, **settings: Any) -> None:
+        super().__init__(draft, **settings)
         self.reads = draft.reads
         self.draft: Any = draft
 
@@ -322,10 +384,19 @@ class HeadProposer(DraftModelProposer):
                 state = self.draft.feed(token[:, None], state, positions=positions, cache=cache)
             return decide(self.draft.logits(state), i)
 
-        if parallel is None:
-            proposal = draw(view, gamma, after)
-        else:
+        def read(tokens: Tensor, positions: Tensor, branches: Branches) -> Tensor:
+            nonlocal state
+            hidden = state[:, branches.place]  # what the head made of the parents
+            own = self.cache(view, branches)
+            state = self.draft.feed(tokens, hidden, positions=positions, cache=own)
+            return self.draft.logits(state)
+
+        if parallel is not None:
             proposal = at_once(view, decide(self.draft.logits(state), 0))
+        elif (tree := view.group.tree) is not None:
+            proposal = grow(view, tree, self.draft.logits(state), read)
+        else:
+            proposal = draw(view, gamma, after)
         return with_features(view, proposal)
 
 
@@ -334,8 +405,8 @@ class MedusaProposer(DraftModelProposer):
 
     has_cache = False
 
-    def __init__(self, draft: MedusaAdapter, *, version: str = "", tokens: str = "sampled") -> None:
-        super().__init__(draft, version=version, tokens=tokens)
+    def __init__(self, draft: MedusaAdapter, **settings: Any) -> None:
+        super().__init__(draft, **settings)
         self.reads = draft.reads
         self.draft: Any = draft
 
@@ -359,12 +430,12 @@ def with_features(view: RoundView, proposal: Proposal) -> Proposal:
     return proposal._replace(lengths=torch.where(view.length > 1, proposal.lengths, 0))
 
 
-def drafting(draft: Adapter, *, version: str = "", tokens: str = "sampled") -> DraftModelProposer:
-    """The proposer of `draft`, of the kind that it was trained for."""
+def drafting(draft: Adapter, **settings: Any) -> DraftModelProposer:
+    """The proposer of `draft`, of the kind that it was trained for; settings: of that class."""
     if isinstance(draft, MedusaAdapter):
-        return MedusaProposer(draft, version=version, tokens=tokens)
+        return MedusaProposer(draft, **settings)
     if draft.reads:
         head: Any = draft
-        return HeadProposer(head, version=version, tokens=tokens)
+        return HeadProposer(head, **settings)
     kind = DraftModelProposer if draft.parallel is None else ParallelProposer
-    return kind(draft, version=version, tokens=tokens)
+    return kind(draft, **settings)

@@ -25,13 +25,21 @@ from draftkit.decoding.graphs import map_tensors
 from draftkit.decoding.proposers import Proposal, Proposer
 from draftkit.decoding.results import Outcome
 from draftkit.decoding.state import DecodeState, Group, NoiseFunction, RoundView, text_of
+from draftkit.decoding.trees import walk
 from draftkit.models.adapter import Adapter
 from draftkit.models.cache import SlotCache
 from draftkit.theory.acceptance import MODES
-from draftkit.theory.noise import ACCEPT, NEXT
+from draftkit.theory.noise import ACCEPT, NEXT, sample
 from draftkit.theory.truncation import most_likely_served
-from draftkit.theory.verification import Verification, Verifier, greedy_verification
+from draftkit.theory.verification import (
+    Verification,
+    Verifier,
+    greedy_verification,
+    match_verification,
+)
 from draftkit.theory.warping import promote, seen_along, warp
+
+Draws = tuple[Tensor, Tensor]  # uniforms [B, K] and [B]
 
 
 class Bench(Protocol):
@@ -78,16 +86,22 @@ def no_proposal(inputs: RoundInputs) -> Proposal:
 
 
 def verify(bench: Bench, inputs: RoundInputs) -> Outcome:
-    """One target pass, the verification of the proposals, and the commitment of what passed."""
+    """One target pass, the verification of the proposals, and the commitment of what passed.
+
+    Of a tree the path that holds the target's own tokens is found first. It is a chain like others.
+    """
     view, proposal = round_view(bench, inputs), inputs.proposal
     assert proposal is not None
     proposal = within_context(bench, inputs, proposal, bench.target.max_positions)
-    logits = _target_pass(bench, view, proposal)
+    logits, draws = _target_pass(bench, view, proposal), _draws(view)
+    options = None
+    if view.group.tree is not None:
+        logits, proposal, options = _along_path(bench, view, proposal, logits, draws)
     history = None if view.seen is None else seen_along(view.seen, proposal.tokens)
     target_probs = warp(logits, view.group.params, history)  # [B, K + 1, V]
-    verification = _accepted(bench, view, proposal, target_probs)
+    verification = _accepted(bench, view, proposal, target_probs, draws)
     candidates, report = _commit(bench, view, proposal, verification)
-    acceptance = proposal_acceptance(target_probs, proposal, bench.mode)
+    acceptance = proposal_acceptance(target_probs, proposal, bench.mode, options)
     log_probs, log_sum_exp, served = target_log_probs(logits, candidates, view.group)
     common = report, candidates, proposal.tokens, acceptance, log_probs, log_sum_exp, served
     if bench.top_k == 0:
@@ -103,12 +117,51 @@ def verify(bench: Bench, inputs: RoundInputs) -> Outcome:
 
 
 def _target_pass(bench: Bench, view: RoundView, proposal: Proposal) -> Tensor:
-    """The target's logits [B, K + 1, V] after the text and after each proposal."""
+    """The target's logits [B, K + 1, V] after the text and after each proposal, or node."""
     tokens = torch.cat([view.last_two[:, 1:], proposal.tokens], dim=1)
-    positions = view.length[:, None] - 1 + torch.arange(tokens.shape[1], device=tokens.device)
+    first, tree, branches = view.length - 1, view.group.tree, None
+    depths = torch.arange(tokens.shape[1], device=tokens.device) if tree is None else tree.depths
+    if tree is not None:
+        branches = tree.branches(first, 0, tokens.shape[1])
+    positions = first[:, None] + depths
     positions = positions.clamp(max=bench.cache.capacity - 1)  # fillers may stand anywhere
-    cache = bench.cache.select(view.group.rows, visible=view.visible)
+    cache = bench.cache.select(view.group.rows, visible=view.visible, branches=branches)
     return bench.target.step(tokens, positions=positions, cache=cache)
+
+
+def _along_path(
+    bench: Bench, view: RoundView, proposal: Proposal, logits: Tensor, draws: Draws | None
+) -> tuple[Tensor, Proposal, Tensor]:
+    """One path of the tree as a chain: what follows its nodes, its proposals, and the children.
+
+    It goes down while the target's own token is a child's. What the target keeps of its nodes is
+    moved to where a chain would have left it.
+    """
+    tree, rows = view.group.tree, torch.arange(len(logits), device=logits.device)
+    assert tree is not None
+    fed = torch.cat([view.last_two[:, 1:], proposal.tokens], dim=1)  # [B, N + 1]
+    seen = view.seen
+
+    def is_own(depth: int, node: Tensor, children: Tensor) -> Tensor:
+        """Which children [B, W] of `node` [B] hold the token that the target chooses there."""
+        nonlocal seen
+        if seen is not None:
+            seen = seen.scatter(1, fed.gather(1, node[:, None]), True)
+        history = None if seen is None else seen[:, None]
+        probs = warp(logits[rows, node][:, None], view.group.params, history)[:, 0]
+        own = sample(probs=probs, uniform=draws[0][:, depth]) if draws else probs.argmax(-1)
+        return fed.gather(1, children) == own[:, None]
+
+    path, lengths = walk(tree, len(rows), is_own)
+    tokens = fed.gather(1, path[:, 1:])
+    place = torch.arange(path.shape[1], device=path.device) + view.length[:, None] - 1
+    source = view.length[:, None] - 1 + path
+    last = bench.cache.capacity - 1
+    bench.cache.move(source[:, 1:].clamp(max=last), place[:, 1:].clamp(max=last))
+    children = tree.children[path[:, :-1]]  # [B, D, W]
+    options = fed.gather(1, children.flatten(1)).view_as(children).where(children > 0, -1)
+    chain = Proposal(tokens, None, lengths=torch.minimum(lengths, proposal.lengths))
+    return logits[rows[:, None], path], chain, options
 
 
 def round_view(bench: Bench, inputs: RoundInputs) -> RoundView:
@@ -133,20 +186,34 @@ def round_view(bench: Bench, inputs: RoundInputs) -> RoundView:
     )
 
 
-def _accepted(
-    bench: Bench, view: RoundView, proposal: Proposal, target_probs: Tensor
-) -> Verification:
+def _draws(view: RoundView) -> Draws | None:
+    """The numbers that proposals are tested with, and the next token is drawn by."""
     if view.group.greedy:
+        return None
+    accept = view.uniform(count=view.group.gamma, purpose=ACCEPT)
+    return accept, view.uniform(count=1, purpose=NEXT)[:, 0]
+
+
+def _accepted(
+    bench: Bench,
+    view: RoundView,
+    proposal: Proposal,
+    target_probs: Tensor,
+    draws: Draws | None,
+) -> Verification:
+    if draws is None:
         return greedy_verification(
             target_probs=target_probs, draft_tokens=proposal.tokens, lengths=proposal.lengths
         )
-    return bench.verifier(
+    # The path of a tree follows the target's own tokens.
+    verifier = bench.verifier if view.group.tree is None else match_verification
+    return verifier(
         target_probs=target_probs,
         draft_probs=proposal.draft_probs,
         draft_tokens=proposal.tokens,
         lengths=proposal.lengths,
-        accept_uniform=view.uniform(count=proposal.tokens.shape[1], purpose=ACCEPT),
-        next_uniform=view.uniform(count=1, purpose=NEXT)[:, 0],
+        accept_uniform=draws[0],
+        next_uniform=draws[1],
     )
 
 
@@ -198,12 +265,17 @@ def _commit(
     return candidates, report * advances[:, None]
 
 
-def proposal_acceptance(target_probs: Tensor, proposal: Proposal, mode: str) -> Tensor:
+def proposal_acceptance(
+    target_probs: Tensor, proposal: Proposal, mode: str, options: Tensor | None = None
+) -> Tensor:
     """How likely each proposal [B, K] was to be accepted when tested, given the text before it.
 
-    mode: of `MODES`, in which sampled proposals are accepted; p(x) where q is one-hot at x.
+    mode: of `MODES`, in which sampled proposals are accepted; p(x) where q is one-hot at x. Where
+    several tokens are `options` [B, K, W] (-1: none), how likely one of them was.
     """
     target_probs = target_probs[:, : proposal.tokens.shape[1]]
+    if options is not None:
+        return (target_probs.gather(2, options.clamp(min=0)) * (options >= 0)).sum(-1)
     if proposal.draft_probs is None:
         return target_probs.gather(2, proposal.tokens[..., None])[..., 0]
     return MODES[mode](target_probs=target_probs, draft_probs=proposal.draft_probs)

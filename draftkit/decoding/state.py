@@ -16,6 +16,7 @@ from torch import Tensor
 
 from draftkit.config import SamplingConfig
 from draftkit.decoding.graphs import Units, batch_size
+from draftkit.decoding.trees import Tree
 from draftkit.theory import noise
 from draftkit.theory.warping import SamplingParams, seen_tokens
 
@@ -64,9 +65,12 @@ class Request:
         return len(self.prompt_ids) + self.max_new_tokens
 
 
-def tokens_needed(request: Request) -> int:
-    """Cache slots of one request: its longest text and the scratch space of two rounds."""
-    return request.limit + 2 * (request.gamma + 1)
+def tokens_needed(request: Request, tree: Tree | None = None) -> int:
+    """Cache slots of one request: its longest text and the scratch space of two rounds.
+
+    tree: what is proposed to it, where it is no chain.
+    """
+    return request.limit + 2 * (max(request.gamma, 0 if tree is None else tree.nodes) + 1)
 
 
 @dataclass(eq=False)
@@ -159,6 +163,7 @@ class Group:
     proposer_id: str | None
     adapts: bool = False
     most: int = 0  # proposals that a round of these rows may have had before
+    tree: Tree | None = None  # what is proposed, where it is no chain; `gamma` is its depth
 
     @property
     def greedy(self) -> bool:
@@ -170,7 +175,13 @@ class Group:
         p = self.params
         flags = (p.uses_top_k, p.uses_top_p, p.uses_penalty, p.uses_greedy, p.uses_sampling)
         is_gathered = isinstance(self.rows, Tensor)
-        return (len(self.index), is_gathered, self.gamma, flags, p.largest_top_k)
+        tree = None if self.tree is None else self.tree.key
+        return (len(self.index), is_gathered, self.gamma, flags, p.largest_top_k, tree)
+
+    @property
+    def scratch(self) -> int:
+        """Slots that a round writes: of the last token, and of what is proposed."""
+        return 1 + (self.gamma if self.tree is None else self.tree.nodes)
 
 
 def group_shape(slots: Sequence[int], rows: int, units: Units) -> tuple[int, bool]:

@@ -411,13 +411,12 @@ class CausalAdapter(Adapter):
         argument: what the module that is called names its cache, as `cache_argument` tells.
         """
         positions = positions.clamp(max=self._context - 1)  # beyond is garbage, at legal positions
-        slots = torch.arange(cache.visible, device=positions.device)
-        behind = positions[:, None, :, None] - slots  # [B, 1, N, C]
+        slots, behind, seen = cache.reading(positions)
         return {
             "input_ids": tokens,
             "position_ids": positions,
-            "attention_mask": self._masks(behind, behind >= 0),
-            argument: cache.at(positions),
+            "attention_mask": self._masks(behind, seen),
+            argument: cache.at(slots),
             "use_cache": True,
         }
 

@@ -12,7 +12,7 @@ when a request joins and only read from then on. Where a drafter reads the targe
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +42,19 @@ def rounded_capacity(capacity: int, device: torch.device) -> int:
     return capacity + -capacity % (BUCKET if device.type == "cuda" else 1)
 
 
+class Branches(NamedTuple):
+    """How nodes of a tree are read: node m lies in slot first + m, at position first + depths[m].
+
+    All see the text before `first`, the slot and position of node 0.
+    """
+
+    first: Tensor  # [B]
+    start: int  # the number of the first of the N nodes that are read
+    depths: Tensor  # [M], of all nodes
+    place: Tensor  # [N] of the parent of each, among the nodes of its depth
+    seen: Tensor  # [N, M] bool: which nodes each sees, itself among them
+
+
 class SlotCache(Cache):
     """Keys and values of `rows` rows x `capacity` slots, all layers.
 
@@ -56,6 +69,7 @@ class SlotCache(Cache):
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
         self._selected: Tensor | int | None = None  # rows in use, as in `select`
+        self._branches: Branches | None = None
         self._positions: Tensor | None = None  # [B, N] slots that the next update writes
         self.encoder_capacity = encoder_capacity
         self.taps: tuple[int, ...] = ()  # the residual streams that passes keep, by their layer
@@ -68,11 +82,38 @@ class SlotCache(Cache):
         """Whether a pass has made the buffers; until then nothing may be compiled over them."""
         return bool(self._keys) and self.streams.keys() >= {*self.taps}
 
-    def select(self, rows: Tensor | int | None, *, visible: int) -> "SlotCache":
-        """Use `rows` [B] (a number: so many from the first on; None: all) and `visible` slots."""
+    def select(
+        self, rows: Tensor | int | None, *, visible: int, branches: Branches | None = None
+    ) -> "SlotCache":
+        """Use `rows` [B] (a number: so many from the first on; None: all) and `visible` slots.
+
+        With `branches` what is fed next are nodes of a tree.
+        """
         self._selected = rows
         self.visible = visible
+        self._branches = branches
         return self
+
+    def reading(self, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Where tokens at `positions` [B, N] are written, and what of the C visible slots they see.
+
+        Returns slots [B, N]; how far back each visible slot lies, and whether it is seen at all
+        [B, 1, N, C].
+        """
+        visible, branches = torch.arange(self.visible, device=positions.device), self._branches
+        if branches is None:
+            behind = positions[:, None, :, None] - visible
+            return positions, behind, behind >= 0
+        first, count = branches.first[:, None], len(branches.depths)
+        node = visible - first  # [B, C], negative in the text before
+        known = node.clamp(min=0, max=count - 1)
+        place = torch.where(node < 0, visible, first + branches.depths[known])
+        on_path = branches.seen[:, known].transpose(0, 1) & (node < count)[:, None]  # [B, N, C]
+        order = torch.arange(positions.shape[1], device=positions.device) + branches.start
+        # A filler's text may end anywhere: it must not reach beyond the cache.
+        slots = (first + order).clamp(max=self.capacity - 1)
+        behind = positions[:, None, :, None] - place[:, None, None]
+        return slots, behind, (on_path | (node < 0)[:, None])[:, None]
 
     def at(self, positions: Tensor) -> "SlotCache":
         """Let the next pass write its keys and values to slots `positions` [B, N]."""
@@ -102,6 +143,14 @@ class SlotCache(Cache):
             shape = (self.rows, self.capacity, states.shape[-1])
             self.streams[layer] = states.new_zeros(shape)
         self.streams[layer][self._rows(states.device)[:, None], self._positions] = states
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy what lies in slots `source` [B, D] of the selected rows to slots `target` [B, D]."""
+        rows = self._rows(source.device)[:, None]
+        for buffer in (*self._keys, *self._values):
+            buffer[rows, :, target] = buffer[rows, :, source]
+        for stream in self.streams.values():
+            stream[rows, target] = stream[rows, source]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """0: positions and masks are always given, no model needs to derive them."""

@@ -383,9 +383,9 @@ class Eagle3Adapter(HeadAdapter):
         Returns the states a [B, last or N, H], of which `logits` are made.
         """
         positions = positions.clamp(max=self.max_positions - 1)
-        slots = torch.arange(cache.visible, device=positions.device)
-        seen = (positions[:, None, :, None] >= slots) & (slots > 0)
-        mask, target = additive(seen, self.dtype), cache.at(positions)
+        slots, _, seen = cache.reading(positions)
+        seen = seen & (torch.arange(cache.visible, device=positions.device) > 0)
+        mask, target = additive(seen, self.dtype), cache.at(slots)
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return self._attention(query, *target.update(key, value, 0), mask)

@@ -162,17 +162,18 @@ def build(
     eos: Sequence[int] = (),
 ) -> Decoder:
     """A decoder of those parts with `requests` joined and their prompts fed."""
+    proposer = parts.proposer(draft)
     decoder = parts.decoder(
         target,
         slots=len(requests),
-        capacity=max(map(tokens_needed, requests)),
+        capacity=max(tokens_needed(request, proposer.tree) for request in requests),
         eos_token_ids=eos,
         verification=verification,
         noise_function=parts.noise,
     )
     if parts.verifier is not None:
         decoder.verifier = parts.verifier
-    decoder.attach(DRAFT_ID, parts.proposer(draft))
+    decoder.attach(DRAFT_ID, proposer)
     decoder.join(requests)
     while decoder.prefill():
         pass

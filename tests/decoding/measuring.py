@@ -45,9 +45,10 @@ class Outcome(NamedTuple):
         return torch.stack(flags).any(0)
 
     def number(self, vocab_size: int) -> Tensor:
-        """[N]: one for each commitment, accepted ends of text told from those that were drawn."""
-        width = self.text.shape[1]
-        digits = ((self.text + 1) * (vocab_size + 1) ** torch.arange(width)).sum(1)
+        """[N]: one for each commitment and path of a tree, accepted ends of text told from those
+        that were drawn."""
+        width, whole = self.text.shape[1], torch.cat([self.text, self.draft_tokens], dim=1)
+        digits = ((whole + 1) * (vocab_size + 1) ** torch.arange(whole.shape[1])).sum(1)
         return (digits * (width + 1) + self.accepted) * vocab_size + self.last
 
     def at(self, index: Tensor) -> "Outcome":
@@ -139,9 +140,11 @@ class Rows:
         """What rows propose by their numbers [N, draws], told apart by a number [N]."""
         rest = draft.new_zeros(len(draft), self.gamma + 1)
         proposal = self.take(row).force(torch.cat([draft, rest], dim=1)).propose()
-        beyond = torch.arange(self.gamma) >= proposal.lengths[:, None]
-        tokens = proposal.tokens.masked_fill(beyond, 0)
-        digits = (tokens * self.decoder.target.vocab_size ** torch.arange(self.gamma)).sum(1)
+        tokens, tree = proposal.tokens, self.inputs.group.tree
+        order = torch.arange(tokens.shape[1])
+        depths = order if tree is None else tree.depths[1:] - 1
+        tokens = tokens.masked_fill(depths >= proposal.lengths[:, None], 0)
+        digits = (tokens * self.decoder.target.vocab_size**order).sum(1)
         return digits * (self.gamma + 1) + proposal.lengths, proposal
 
     def outcomes(self, row: Tensor, uniforms: Tensor) -> Outcome:
@@ -150,12 +153,12 @@ class Rows:
 
     def outcome(self) -> Outcome:
         """What the next round does; the rows are those after it."""
-        proposal, done = self.play()
-        emitted, committed = done.report[:, 0], done.report[:, 1]
+        _, done = self.play()
+        emitted, committed, lengths = done.report[:, 0], done.report[:, 1], done.report[:, 4]
         place = torch.arange(done.tokens.shape[1])
-        beyond = place[: self.gamma] >= proposal.lengths[:, None]
+        beyond = place[: self.gamma] >= lengths[:, None]
         return Outcome(
-            draft_tokens=proposal.tokens.masked_fill(beyond, -1),
+            draft_tokens=done.draft_tokens.masked_fill(beyond, -1),
             accepted=emitted - 1,
             committed=committed,
             text=done.tokens.masked_fill(place >= committed[:, None], -1),

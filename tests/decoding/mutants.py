@@ -27,6 +27,7 @@ from draftkit.decoding.proposers import (
     Proposer,
 )
 from draftkit.decoding.state import RoundView
+from draftkit.decoding.trees import tree_of
 from draftkit.models import cache
 from draftkit.theory.warping import warp
 from tests.decoding.checks import (
@@ -91,6 +92,17 @@ def head_in_one_pass(names: dict[str, Any], draft: TabularAdapter) -> Proposer:
 def hybrid_head(names: dict[str, Any], draft: TabularAdapter) -> Proposer:
     made: Any = TabularHead(draft)
     return names["HybridProposer"](PromptLookup(min_ngram=2), HeadProposer(made))
+
+
+TREE = tree_of([0, 0, 1, 1, 2], [0, 1, 0, 2, 1])
+
+
+def tree(names: dict[str, Any], draft: TabularAdapter) -> Proposer:
+    return names["DraftModelProposer"](draft, tree=TREE)
+
+
+def tree_by_depth(names: dict[str, Any], draft: TabularAdapter) -> Proposer:
+    return names["ParallelProposer"](with_masks(draft), tree=TREE)
 
 
 MAKERS: dict[str, Make] = {
@@ -162,8 +174,9 @@ EDITS: dict[str, Edit] = {
     ),
     "draft positions shifted by one": Edit(
         proposers,
-        "positions = (view.length + i - 1).clamp(",
-        "positions = (view.length + i).clamp(",
+        "positions = (view.length + i - 1).clamp(max=cache.capacity - 1)[:, None]\n"
+        "            return",
+        "positions = (view.length + i).clamp(max=cache.capacity - 1)[:, None]\n            return",
     ),
     "penalty of proposals forgets proposals": Edit(
         proposers,
@@ -172,8 +185,8 @@ EDITS: dict[str, Edit] = {
     ),
     "target positions shifted by one": Edit(
         units,
-        "positions = view.length[:, None] - 1 + torch",
-        "positions = view.length[:, None] + torch",
+        "positions = first[:, None] + depths",
+        "positions = first[:, None] + depths + 1",
     ),
     "target law unwarped": Edit(
         units,
@@ -284,7 +297,7 @@ EDITS: dict[str, Edit] = {
         "        tokens = torch.where(is_guessed[:, None], guess.tokens, own.tokens)\n"
         "        certain = torch.nn.functional.one_hot(tokens, 3).double()\n"
         "        law = torch.where(is_guessed[:, None, None], certain, own.draft_probs)\n"
-        "        proposal = Proposal(tokens, law, lengths=guess.lengths)",
+        "        proposal = Proposal(tokens, law, lengths=own.lengths)",
         LONG,
         hybrid,
     ),
@@ -329,6 +342,42 @@ EDITS: dict[str, Edit] = {
         "Proposal(sample(probs=probs, uniform=uniforms), probs.flip(1), lengths",
         DRAWN,
         parallel,
+    ),
+}
+
+
+# Trees
+EDITS |= {
+    "a node's position off by one": Edit(
+        units, "else tree.depths", "else tree.depths + (tree.depths > 1)", DRAWN, tree_by_depth
+    ),
+    "keys of rejected nodes stay": Edit(
+        units, "bench.cache.move(source", "(lambda *_: None)(source", DRAWN, tree_by_depth
+    ),
+    "a path tested by other numbers than it was found by": Edit(
+        units, "uniform=draws[0][:, depth])", "uniform=draws[0][:, -1])", DRAWN, tree_by_depth
+    ),
+    "nodes see their siblings": Edit(
+        cache,
+        "on_path = branches.seen[:, known]",
+        "on_path = torch.ones_like(branches.seen)[:, known]",
+        DRAWN,
+        tree_by_depth,
+    ),
+    "a path moved from its end": Edit(
+        cache,
+        "buffer[rows, :, target] = buffer[rows, :, source]",
+        "for a, b in zip(source.T.flip(0), target.T.flip(0)):\n"
+        "                buffer[rows, :, b[:, None]] = buffer[rows, :, a[:, None]]",
+        LONG,
+        tree_by_depth,
+    ),
+    "nodes of the last round stay with the draft": Edit(
+        proposers,
+        "positions, _ = behind(view, 0, self._cache.capacity)",
+        "positions, _ = (part[..., -2:] for part in behind(view, 0, self._cache.capacity))",
+        LONG,
+        tree,
     ),
 }
 

@@ -6,15 +6,20 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from draftkit.config import SamplingConfig
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.gamma import AdaptiveGamma
-from draftkit.decoding.proposers import DraftModelProposer, ParallelProposer
+from draftkit.decoding.proposers import DraftModelProposer, ParallelProposer, drafting
+from draftkit.decoding.round import RoundInputs
 from draftkit.decoding.trees import MOST_NODES, Tree, chosen_tree, tree_of
+from draftkit.models.adapter import Adapter, CausalAdapter
+from draftkit.models.heads import EAGLE3, MEDUSA, adapted, head_config, new_head
 from tests import tiny
 from tests.decoding.checks import (
     ALL,
@@ -32,7 +37,9 @@ from tests.decoding.checks import (
 from tests.decoding.driving import (
     DRAFT,
     SMALL,
+    Answer,
     Schedule,
+    assert_same,
     drive,
     request,
     strict_compiler,
@@ -291,3 +298,103 @@ def test_what_cannot_verify_a_tree_refuses_it() -> None:
     decoder = Decoder(target, slots=1, capacity=96, verification="block")
     with pytest.raises(ValueError, match=r"^decode.verification=block judges one chain"):
         decoder.attach(DRAFT, DraftModelProposer(draft, tree=WIDE))
+
+
+# Heads on the target's hidden states
+
+
+def head(kind: str) -> tuple[CausalAdapter, Adapter]:
+    """A target of seven layers, and a head of random weights that is right now and then."""
+    base = tiny.model("llama", **SMALL | {"num_hidden_layers": 7})
+    target = CausalAdapter(base, vocab_size=tiny.VOCAB_SIZE)
+    more = {"medusa_heads": 3} if kind == MEDUSA else {}
+    if kind == "p-eagle":
+        more = {"pard_token": tiny.VOCAB_SIZE - 1, "pard_k": 3}
+    name = EAGLE3 if kind == "p-eagle" else kind
+    config = head_config(base.config, name, draft_ids=tiny.VOCAB_SIZE, **more)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        made = new_head(base, config, None)
+        for weight in made.parameters():
+            weight.data.add_(0.1 * torch.randn_like(weight))
+    return target, adapted(made.eval(), target=target, blocks=3)
+
+
+def said(
+    target: CausalAdapter,
+    proposer: DraftModelProposer,
+    sampling: SamplingConfig = GREEDY,
+    *,
+    gamma: int = 3,
+    verification: str = "speculative",
+    **options: Any,
+) -> list[Answer]:
+    """What ragged rows say with a head, and in how many rounds."""
+    decoder = Decoder(target, slots=3, capacity=200, verification=verification, **options)
+    decoder.attach(DRAFT, proposer)
+    requests = [
+        request(prompt, gamma=gamma, new=12 + row, row=row, sampling=sampling)
+        for row, prompt in enumerate(tiny.prompts([1, 14, 6, 9, 3], seed=0))
+    ]
+    return drive(decoder, requests)
+
+
+WIDEST = tree_of([0] * 30 + [*range(1, 31)] + [31] * 4, [*range(30)] + [0] * 30 + [*range(4)])
+kinds = pytest.mark.parametrize("kind", [EAGLE3, "p-eagle", MEDUSA])
+
+
+@kinds
+def test_greedy_answers_with_a_tree_of_a_head_are_those_of_plain_decoding(kind: str) -> None:
+    target, draft = head(kind)
+    plain = said(target, drafting(draft), gamma=0)
+    found = said(target, drafting(draft, tree=WIDEST))
+    assert [one.text for one in found] == [one.text for one in plain]
+    committed = [fact[0][3] for one in found for fact in one.facts]
+    assert max(committed) > 1
+
+
+@kinds
+def test_a_chain_as_a_tree_of_a_head_is_its_chain(kind: str) -> None:
+    """Proposals too: the law of a node is that of the token behind its path."""
+    target, draft = head(kind)
+    tree = tree_of([0, 1, 2], [0, 0, 0])
+    for sampling in (GREEDY, PLAIN):
+        chain = said(target, drafting(draft, tokens="argmax"), sampling, verification="match")
+        found = said(target, drafting(draft, tree=tree), sampling)
+        assert_same(found, chain, atol=1e-4)
+
+
+@kinds
+def test_proposals_of_a_head_depend_on_the_text_alone(kind: str) -> None:
+    """What neither model made of rejected nodes stays: rows freshly fed get the same tree."""
+    target, draft = head(kind)
+
+    def tree_after(prompt: Sequence[int], rounds: int) -> tuple[list[int], Tensor, int]:
+        """The text after some rounds, the next tree, and the most tokens of a round."""
+        decoder = Decoder(target, slots=1, capacity=256)
+        decoder.attach(DRAFT, drafting(draft, tree=WIDEST))
+        decoder.join([request(prompt, gamma=3, new=40, seed=2)])
+        while decoder.prefill():
+            pass
+        committed = [decoder.round()[0].committed[0] for _ in range(rounds)]
+        (group,) = decoder._groups()
+        with torch.inference_mode():
+            proposal, _ = decoder._propose(RoundInputs(group, decoder.capacity))
+        text = decoder.state.tokens[0, : decoder.state.length[0]].tolist()
+        return text, proposal.tokens, max(committed, default=0)
+
+    most = 0
+    for rounds in range(1, 9):
+        text, tree, committed = tree_after([5, 6, 7], rounds)
+        assert tree_after(text, 0)[1].tolist() == tree.tolist()
+        most = max(most, committed)
+    assert most > 1
+
+
+def test_units_of_a_tree_of_a_head_are_whole_graphs() -> None:
+    target, draft = head(EAGLE3)
+    found = said(target, drafting(draft, tree=WIDE))
+    with strict_compiler() as backend:
+        made = said(target, drafting(draft, tree=WIDE), compiled=True, batch_sizes=(3,))
+        assert backend.made == 2
+    assert_same(made, found, atol=1e-5)

@@ -381,6 +381,7 @@ def generate(
             target.adapter, pair.draft, Prompts(test=[], calibration=[ids]), config
         ),
         verification=config.decode.verification,
+        epsilon=config.decode.epsilon,
     )
     text = target.tokenizer.decode(
         done.output_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False

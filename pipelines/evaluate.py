@@ -20,7 +20,7 @@ from draftkit.decoding.trace import answers, as_rows, as_text
 from draftkit.evaluation.decision import decision_page
 from draftkit.evaluation.engines import serves
 from draftkit.evaluation.judge import Measured, Prompts, check_lossless, gather
-from draftkit.evaluation.lossless import NOT_CHECKED
+from draftkit.evaluation.lossless import LOSSY, NOT_CHECKED
 from draftkit.evaluation.page import REPORT, as_html, without_traces, write_page
 from draftkit.evaluation.report import (
     engine_table,
@@ -161,7 +161,8 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
     judged, checked = [*models][-1], dict(models)
     if config.draft.is_untrained:  # nobody would serve it, and it takes longest to check
         checked.pop("before", None)
-    lossless = dict.fromkeys(models, NOT_CHECKED)
+    unchecked = LOSSY if config.decode.is_lossy else NOT_CHECKED
+    lossless = dict.fromkeys(models, unchecked)
     lossless |= check_lossless(target, checked, prompts, config, folder.note)
     gc.collect()  # models stand in reference cycles: one copy of each draft at a time
     drafts: dict[str, Adapter] = {name: load_draft(one, target) for name, one in models.items()}

@@ -12,6 +12,11 @@ from .refitting import daemon
 
 def check_drafter(config: Config) -> None:
     """Raise ValueError where there is nothing to refit, to learn from, or to judge by."""
+    if config.decode.is_lossy:
+        raise ValueError(
+            "decode.verification=typical is lossy, and a drafter is refitted to be lossless: use "
+            "speculative, block or match"
+        )
     proposer, stored = config.decode.proposer, config.online.teacher == "stored"
     if not config.decode.has_drafter:
         names = ", ".join(DRAFTED_NAMES)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from draftkit.config import Config
-from draftkit.decoding.catalogue import PROPOSERS
+from draftkit.decoding.catalogue import proposer_of
 from draftkit.models.loading import Target, load_draft, load_target, model_config
 from draftkit.serving.api import make_app
 from draftkit.serving.drafters import Drafters, Route
@@ -88,7 +88,8 @@ def drafters_of(config: Config, made: StageFolder, target: Target) -> Drafters:
         if decode.has_drafter:
             shape = model_config(draft)
             registry = seeded_registry(config, name, draft, target, checksums_of(config, made))
-        proposer = PROPOSERS[decode.proposer](
+        proposer = proposer_of(
+            replace(decode, gamma=config.proposals),
             lambda: load_draft(draft, target),
             lambda: training_ids(made.inputs["texts"]),
             target.adapter,

@@ -182,10 +182,10 @@ def test_a_mixture_is_named_by_its_weights_alone() -> None:
 def test_the_names_in_the_config_are_the_keys_of_the_dicts() -> None:
     from draftkit.decoding.catalogue import PROPOSERS
     from draftkit.theory.divergences import DIVERGENCES
-    from draftkit.theory.verification import VERIFIERS
+    from draftkit.theory.verification import TYPICAL, VERIFIERS
 
     assert tuple(DIVERGENCES) == settings.DIVERGENCE_NAMES
-    assert tuple(VERIFIERS) == settings.VERIFICATION_NAMES
+    assert (*VERIFIERS, TYPICAL) == settings.VERIFICATION_NAMES
     assert tuple(PROPOSERS) == settings.PROPOSER_NAMES
 
 

@@ -45,7 +45,9 @@ WRONG: dict[str, list[Any]] = {
     "generate.batch_size": [0],
     "generate.url": ["localhost:8000/v1", "http://me:secret@host/v1"],
     "decode.gamma": [-1, "best"],
-    "decode.verification": ["typical"],
+    "decode.verification": ["lenient"],
+    "decode.tree": [-1, 65],
+    "decode.typical_epsilon": [0, 1.5],
     "optim.rate_factors": [[1, 0]],
     "optim.compile": ["yes"],
     "optim.learning_rate": [0],
@@ -175,6 +177,16 @@ def test_a_proposer_is_one_of_those_there_are_and_none_is_plain_decoding() -> No
     assert DecodeConfig(proposer="none", gamma=4).gamma == 0
     with pytest.raises(ValueError, match=r"^decode\.proposer must be one of sampled, .*'eagle'$"):
         DecodeConfig(proposer="eagle")
+
+
+@pytest.mark.parametrize("name", ["hybrid", "staged", "ngram", "prompt_lookup", "none"])
+def test_a_tree_needs_a_law_of_every_depth_and_a_rule_for_trees(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"^decode\.proposer must be sampled or .*'{name}'$"):
+        DecodeConfig(tree=4, proposer=name)
+    with pytest.raises(
+        ValueError, match=r"^decode\.verification must be .* one chain, got 'block'"
+    ):
+        DecodeConfig(tree=4, verification="block")
 
 
 def test_an_automatic_gamma_is_a_number_wherever_nothing_is_measured() -> None:

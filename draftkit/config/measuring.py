@@ -6,6 +6,8 @@ from draftkit.config.choices import (
     DRAFTED_NAMES,
     DTYPE_NAMES,
     PROPOSER_NAMES,
+    TREE_NAMES,
+    TYPICAL,
     VERIFICATION_NAMES,
     Section,
     positive,
@@ -27,7 +29,12 @@ class DecodeConfig(Section, key="decode"):
     # lookup where it has a match; `staged`: the draft decodes speculatively in turn), counts of the
     # training text (`unigram`, `bigram`, `ngram`), `prompt_lookup`, or `none`: gamma is 0.
     proposer: str = setting("sampled", names=PROPOSER_NAMES)
+    # typical is lossy: it keeps what the target might have said (Medusa), and is never deployed.
     verification: str = setting("speculative", names=VERIFICATION_NAMES)
+    typical_epsilon: float = setting(0.09, above=0, most=1.0)
+    # Nodes of a tree of proposals, as many of them in a path as gamma says; 0: a chain. A tree is
+    # verified by the target's own samples (`match`), or typically.
+    tree: int = setting(0, least=0, most=64)
     # captured: CUDA graphs of eager code, ready at once, where compiling takes its time for every
     # shape of a round (without CUDA: false). auto: a server on CUDA captures and one on a CPU does
     # neither; compiled wherever decoding itself is what is measured.
@@ -38,11 +45,26 @@ class DecodeConfig(Section, key="decode"):
         super().__post_init__()
         if self.proposer == "none":
             self.gamma = 0
+        if self.tree > 0:
+            rule = "be sampled or argmax with decode.tree, which needs a law of every depth"
+            self.require(self.proposer in TREE_NAMES, "proposer", rule)
+            rule = "be speculative, match or typical with decode.tree: block judges one chain"
+            self.require(self.verification != "block", "verification", rule)
 
     @property
     def proposals(self) -> int:
         """Tokens that a plain drafter proposes a round, where the best number is not measured."""
         return self.gamma if isinstance(self.gamma, int) else UNMEASURED_GAMMA
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether answers may have another law than the target's."""
+        return self.verification == TYPICAL
+
+    @property
+    def epsilon(self) -> float | None:
+        """That of typical acceptance; None where verification is exact."""
+        return self.typical_epsilon if self.is_lossy else None
 
     @property
     def has_drafter(self) -> bool:

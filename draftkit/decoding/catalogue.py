@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from draftkit.config import DecodeConfig
 from draftkit.decoding.composite import HybridProposer, StagedProposer
 from draftkit.decoding.ngrams import CountTable, NgramMemory, PromptLookup, count_table
 from draftkit.decoding.proposers import DraftModelProposer, Proposal, Proposer, drafting
 from draftkit.decoding.state import RoundView
+from draftkit.decoding.trees import Tree, usual_tree
 from draftkit.models.adapter import Adapter
 from draftkit.theory.verification import SAMPLED_MODES
 
@@ -72,11 +74,24 @@ PROPOSERS: dict[str, Make] = {
 }
 
 
-def served_mode(proposer: str, verification: str) -> str | None:
+def proposer_of(
+    decode: DecodeConfig, draft: Draft, texts: Texts, target: Adapter, tree: Tree | None = None
+) -> Proposer:
+    """What `decode` names. tree: the one to propose where it asks for any; None: a usual one."""
+    made = PROPOSERS[decode.proposer](draft, texts, target)
+    if decode.tree > 0:
+        made.tree = tree or usual_tree(decode.tree, decode.proposals)
+    return made
+
+
+def served_mode(decode: DecodeConfig) -> str | None:
     """The mode of `theory.acceptance.MODES` in which a draft model's proposals are accepted.
 
-    None where there may be no guess, or one that no draft model made: how often the first proposal
-    of a round was made and accepted stands for it.
+    None where there may be no guess, one that no draft model made, or several, and where typical
+    ones are accepted: how often the first proposal of a round was accepted stands for it.
     """
-    sampled = SAMPLED_MODES[verification]
-    return {"sampled": sampled, "staged": sampled, "argmax": "alpha_greedy_draft"}.get(proposer)
+    if decode.tree > 0 or decode.verification not in SAMPLED_MODES:
+        return None
+    sampled = SAMPLED_MODES[decode.verification]
+    modes = {"sampled": sampled, "staged": sampled, "argmax": "alpha_greedy_draft"}
+    return modes.get(decode.proposer)

@@ -47,7 +47,7 @@ from draftkit.decoding.trees import Tree, check_tree
 from draftkit.models.adapter import Adapter, parts_of
 from draftkit.models.cache import BUCKET, SlotCache, rounded_capacity, visible_slots
 from draftkit.theory import noise
-from draftkit.theory.verification import SAMPLED_MODES, VERIFIERS
+from draftkit.theory.verification import SAMPLED_MODES, TYPICAL, VERIFIERS
 
 PREFILL_CHUNK = 512  # tokens of a prompt in a pass
 PREFILL_ROWS = 8  # prompts in a pass: its memory must not grow with those that wait
@@ -58,13 +58,13 @@ class Decoder:
 
     `slots` rows of at most `capacity` tokens, scratch space included: a request needs
     `limit + 2 (gamma + 1)` of them, what an encoder reads included, gamma being the nodes of a tree
-    where one is proposed. `compiled` runs rounds as
-    compiled units (`graphs`), `captured` as CUDA graphs of eager code (elsewhere: as they are),
-    both with the same results for the same noise, in batches of `batch_sizes` (default: a few) or
-    of all slots: each size is code of its own. `late` lets `round` return what the round before it
-    did, so that the device never waits for the host (default: on CUDA). `top_k` is how many of the
-    target's likeliest ids results name. Set between rounds: `gamma_policy`, and a `clock` that
-    fills `RoundResult.seconds`, since differences of what it returns are seconds.
+    where one is proposed. `compiled` runs rounds as compiled units (`graphs`), `captured` as CUDA
+    graphs of eager code (elsewhere: as they are), both with the same results for the same noise, in
+    batches of `batch_sizes` (default: a few) or of all slots: each size is code of its own. `late`
+    lets `round` return what the round before it did, so that the device never waits for the host
+    (default: on CUDA). `top_k` is how many of the target's likeliest ids results name, `epsilon`
+    that of `verification=typical`, which is lossy. Set between rounds: `gamma_policy`, and a
+    `clock` that fills `RoundResult.seconds`, since differences of what it returns are seconds.
     """
 
     gamma_policy: AdaptiveGamma | None = None
@@ -78,6 +78,7 @@ class Decoder:
         capacity: int,
         eos_token_ids: Sequence[int] = (),
         verification: str = "speculative",
+        epsilon: float | None = None,
         noise_function: NoiseFunction = noise.uniform,
         compiled: bool = False,
         captured: bool = False,
@@ -89,8 +90,10 @@ class Decoder:
         self._on_cuda = target.device.type == "cuda"
         self.capacity = capacity = rounded_capacity(capacity, target.device)
         self.verification = verification
-        self.verifier = VERIFIERS[verification]
-        self.mode = SAMPLED_MODES[verification]
+        exact = "match" if verification == TYPICAL else verification  # unused beside epsilon
+        self.verifier, self.mode = VERIFIERS[exact], SAMPLED_MODES[exact]
+        self.epsilon = epsilon if verification == TYPICAL else None
+        assert (self.epsilon is None) == (verification != TYPICAL), "typical needs an epsilon"
         self.noise = noise_function
         self.top_k = min(top_k, target.vocab_size - 1)
         self.eos_token_ids = torch.tensor(
@@ -169,7 +172,7 @@ class Decoder:
                 f"{len(request.prompt_ids)} prompt tokens and {request.max_new_tokens} new ones "
                 f"exceed the context of {context} (the smaller of both models')"
             )
-        if (need := tokens_needed(request, self._tree(request.proposer_id))) > self.capacity:
+        if (need := tokens_needed(request, self.tree(request.proposer_id))) > self.capacity:
             raise ValueError(f"a row needs {need} cache slots, the decoder has {self.capacity}")
 
     # Prefill
@@ -243,13 +246,13 @@ class Decoder:
         groups = []
         for (gamma, proposer_id, adapts), slots in members.items():
             size, prefix = group_shape(slots, self.cache.rows, self._units)
-            tree = self._tree(proposer_id) if gamma else None
+            tree = self.tree(proposer_id) if gamma else None
             gamma = tree.depth if tree else gamma
             group = make_group(self.state, slots, gamma, proposer_id, size=size, prefix=prefix)
             groups.append(replace(group, adapts=adapts, tree=tree))
         return groups
 
-    def _tree(self, proposer_id: str | None) -> Tree | None:
+    def tree(self, proposer_id: str | None) -> Tree | None:
         """What a proposer proposes, where it is no chain."""
         proposer = self._proposers.get(proposer_id)
         return None if proposer is None else proposer.tree
@@ -312,7 +315,7 @@ class Decoder:
         proposal = inputs.proposal
         assert proposal is not None
         sampled = None if proposal.draft_probs is None else proposal.draft_probs.dtype
-        key = (self.verification, sampled, self.top_k, self._shape_key(inputs))
+        key = (self.verification, self.epsilon, sampled, self.top_k, self._shape_key(inputs))
         if len(self._packed) < self._copies:
             self._packed.add(key)
         frozen = key in self._packed

@@ -146,6 +146,7 @@ def decode(
     batch_size: int,
     proposer: Proposer | None = None,
     verification: str = "speculative",
+    epsilon: float | None = None,
     top_k: int = 0,
     watch: Watch | None = None,
 ) -> list[Completion]:
@@ -159,6 +160,7 @@ def decode(
         capacity=max(tokens_needed(request, tree) for request in requests),
         eos_token_ids=eos_token_ids,
         verification=verification,
+        epsilon=epsilon,
         top_k=top_k,
     )
     if proposer is not None:

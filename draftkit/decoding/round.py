@@ -25,7 +25,7 @@ from draftkit.decoding.graphs import map_tensors
 from draftkit.decoding.proposers import Proposal, Proposer
 from draftkit.decoding.results import Outcome
 from draftkit.decoding.state import DecodeState, Group, NoiseFunction, RoundView, text_of
-from draftkit.decoding.trees import walk
+from draftkit.decoding.trees import longest, walk
 from draftkit.models.adapter import Adapter
 from draftkit.models.cache import SlotCache
 from draftkit.theory.acceptance import MODES
@@ -36,6 +36,8 @@ from draftkit.theory.verification import (
     Verifier,
     greedy_verification,
     match_verification,
+    typical_bound,
+    typical_verification,
 )
 from draftkit.theory.warping import promote, seen_along, warp
 
@@ -51,6 +53,7 @@ class Bench(Protocol):
     eos_token_ids: Tensor  # [E]
     verifier: Verifier
     mode: str  # in which it accepts sampled proposals
+    epsilon: float | None  # of typical acceptance, in place of the verifier
     noise: NoiseFunction
     top_k: int  # of the target's likeliest ids that are reported; 0: none
 
@@ -101,7 +104,7 @@ def verify(bench: Bench, inputs: RoundInputs) -> Outcome:
     target_probs = warp(logits, view.group.params, history)  # [B, K + 1, V]
     verification = _accepted(bench, view, proposal, target_probs, draws)
     candidates, report = _commit(bench, view, proposal, verification)
-    acceptance = proposal_acceptance(target_probs, proposal, bench.mode, options)
+    acceptance = proposal_acceptance(target_probs, proposal, bench.mode, options, bench.epsilon)
     log_probs, log_sum_exp, served = target_log_probs(logits, candidates, view.group)
     common = report, candidates, proposal.tokens, acceptance, log_probs, log_sum_exp, served
     if bench.top_k == 0:
@@ -134,17 +137,26 @@ def _along_path(
 ) -> tuple[Tensor, Proposal, Tensor]:
     """One path of the tree as a chain: what follows its nodes, its proposals, and the children.
 
-    It goes down while the target's own token is a child's. What the target keeps of its nodes is
-    moved to where a chain would have left it.
+    It goes down while the target's own token is a child's, or along the longest path of typical
+    ones. What the target keeps of its nodes is moved to where a chain would have left it.
     """
     tree, rows = view.group.tree, torch.arange(len(logits), device=logits.device)
     assert tree is not None
     fed = torch.cat([view.last_two[:, 1:], proposal.tokens], dim=1)  # [B, N + 1]
-    seen = view.seen
+    seen, own_path = view.seen, None
+    if bench.epsilon is not None and draws is not None:
+        history = None if seen is None else seen_along(seen, proposal.tokens, tree.seen[:, 1:])
+        probs = warp(logits, view.group.params, history)  # [B, N + 1, V]
+        bound = typical_bound(target_probs=probs, epsilon=bench.epsilon)[:, tree.above]
+        own = probs[rows[:, None], tree.above, fed]
+        passes = (own > bound) & (tree.depths <= proposal.lengths[:, None])
+        own_path = longest(tree, passes, own.log())
 
     def is_own(depth: int, node: Tensor, children: Tensor) -> Tensor:
         """Which children [B, W] of `node` [B] hold the token that the target chooses there."""
         nonlocal seen
+        if own_path is not None:
+            return own_path.gather(1, children)
         if seen is not None:
             seen = seen.scatter(1, fed.gather(1, node[:, None]), True)
         history = None if seen is None else seen[:, None]
@@ -204,6 +216,13 @@ def _accepted(
     if draws is None:
         return greedy_verification(
             target_probs=target_probs, draft_tokens=proposal.tokens, lengths=proposal.lengths
+        )
+    if bench.epsilon is not None:
+        return typical_verification(
+            target_probs=target_probs,
+            draft_tokens=proposal.tokens,
+            lengths=proposal.lengths,
+            epsilon=bench.epsilon,
         )
     # The path of a tree follows the target's own tokens.
     verifier = bench.verifier if view.group.tree is None else match_verification
@@ -266,14 +285,23 @@ def _commit(
 
 
 def proposal_acceptance(
-    target_probs: Tensor, proposal: Proposal, mode: str, options: Tensor | None = None
+    target_probs: Tensor,
+    proposal: Proposal,
+    mode: str,
+    options: Tensor | None = None,
+    epsilon: float | None = None,
 ) -> Tensor:
     """How likely each proposal [B, K] was to be accepted when tested, given the text before it.
 
     mode: of `MODES`, in which sampled proposals are accepted; p(x) where q is one-hot at x. Where
-    several tokens are `options` [B, K, W] (-1: none), how likely one of them was.
+    several tokens are `options` [B, K, W] (-1: none), how likely one of them was. With `epsilon` it
+    is certain, or never: whether the token is typical.
     """
     target_probs = target_probs[:, : proposal.tokens.shape[1]]
+    if epsilon is not None:
+        of_tokens = target_probs.gather(2, proposal.tokens[..., None])[..., 0]
+        typical = of_tokens > typical_bound(target_probs=target_probs, epsilon=epsilon)
+        return typical.to(target_probs.dtype)
     if options is not None:
         return (target_probs.gather(2, options.clamp(min=0)) * (options >= 0)).sum(-1)
     if proposal.draft_probs is None:

@@ -20,6 +20,7 @@ from draftkit.models.adapter import Adapter
 from draftkit.models.cache import Branches
 
 MOST_NODES = 64
+USUAL = [0.6 * 0.4**rank for rank in range(8)]  # rates by rank, at each depth
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +33,7 @@ class Tree:
     inner: tuple[int, ...]  # nodes with children of depths 0..D
     depths: Tensor  # [N + 1]
     order: Tensor  # [N]: the ranks
+    above: Tensor  # [N + 1] parents, 0 of node 0
     place: Tensor  # [N] of the parent, among those of its depth
     children: Tensor  # [N + 1, W] of each node, the likeliest first; 0: no more
     seen: Tensor  # [N + 1, N + 1] bool: whether a node is another, or comes behind it
@@ -107,6 +109,7 @@ def tree_of(parents: Sequence[int], ranks: Sequence[int]) -> Tree:
         inner=tuple(sum(bool(below[n]) for n in range(*starts[d : d + 2])) for d in levels),
         depths=torch.tensor(depths),
         order=torch.tensor(ranks),
+        above=torch.tensor([0, *parents]),
         place=torch.tensor([parent - starts[depths[parent]] for parent in parents]),
         children=torch.tensor(
             [([n for _, n in sorted(one)] + [0] * width)[:width] for one in below]
@@ -143,6 +146,11 @@ def chosen_tree(acceptance: Sequence[Sequence[float]], nodes: int) -> Tree:
     return tree_of(parents, ranks)
 
 
+def usual_tree(nodes: int, depth: int) -> Tree:
+    """The tree for a drafter of which no rates have been measured."""
+    return chosen_tree([USUAL] * max(1, depth), nodes)
+
+
 def walk(
     tree: Tree, rows: int, is_next: Callable[[int, Tensor, Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
@@ -162,6 +170,20 @@ def walk(
         path.append(node)
         length = length + (child > 0)
     return torch.stack(path, dim=1), length
+
+
+def longest(tree: Tree, passes: Tensor, log_probs: Tensor) -> Tensor:
+    """The nodes [B, N + 1] bool of the longest path all of whose nodes pass, node 0 among them.
+
+    passes, log_probs: [B, N + 1], of node 0 without meaning. Of several paths the likeliest.
+    """
+    passes = passes | (tree.depths == 0)
+    is_open = ~(tree.seen & ~passes[:, None]).any(-1)  # [B, N + 1]
+    depths = torch.where(is_open, tree.depths, -1)
+    is_deepest = depths == depths.amax(-1, keepdim=True)
+    along = tree.seen & (tree.depths > 0)
+    total = torch.where(along, log_probs[:, None], 0.0).sum(-1)
+    return tree.seen[torch.where(is_deepest, total, -torch.inf).argmax(-1)]
 
 
 def check_tree(tree: Tree, target: Adapter, verification: str) -> None:

@@ -199,6 +199,11 @@ def check_sampled(config: Config, draft: Adapter) -> None:
             f"hardware.shard_target: with source={source.name} the target decodes, which it cannot "
             "in parts: use another source, or hardware.shard_target=false"
         )
+    if config.decode.is_lossy and source.name == "replay":
+        raise ValueError(
+            "source=replay learns from what exact verification rejects, which typical does not: "
+            "use decode.verification=speculative, block or match"
+        )
     proposes = config.proposals > 0 or draft.blocks > 1
     if not proposes and source.name in ("block", "replay"):
         raise ValueError(

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from draftkit.config import SamplingConfig
+from draftkit.config import Config, SamplingConfig
 from draftkit.data.rollouts import Record, document_of
+from draftkit.decoding.generation import Completion
 from draftkit.models.adapter import Adapter
 from draftkit.models.parallel import Chains, chains
 from draftkit.theory.acceptance import (
@@ -44,6 +45,7 @@ from draftkit.theory.warping import SamplingParams, seen_along, seen_tokens, war
 # Of engines that cut the target by top-k and top-p and the draft not: `alpha` with such a q.
 UNCUT = "alpha_uncut_draft"
 OWN_LAW = SamplingConfig()  # of the target: temperature 1, nothing cut
+TREE_RANKS = 16  # of a law, that nodes of a tree may have
 CHAINS_AT_ONCE = 128  # that begin in a text: masks grow with the square of what is read together
 
 
@@ -194,6 +196,57 @@ def score_drafts(
         )
         for name in drafts
     }
+
+
+@torch.inference_mode()
+def rank_rates(
+    target: Adapter, draft: Adapter, contexts: Sequence[Record], config: Config
+) -> list[list[float]]:
+    """How likely the r-th likeliest token of each place in a round is the target's: [D][R].
+
+    Given that those before it are the text's. D is `Config.proposals`; a draft that reads its own
+    proposals like any text has the same rates everywhere.
+    """
+    most, ranks = max(config.proposals, 1), min(TREE_RANKS, draft.vocab_size)
+    sums = torch.zeros(most, ranks, dtype=torch.float64)
+    counts = torch.zeros(most, 1, dtype=torch.float64)
+    size = config.evaluate.batch_size
+    for first in range(0, len(contexts), size):
+        chunk = contexts[first : first + size]
+        logits, streams = _read(target, chunk, draft.reads)
+        own = [streams[layer] for layer in draft.reads]
+        features = torch.cat(own, -1) if own else None
+        rows = _proposed(draft, chunk, OWN_LAW, blocks=most, features=features)
+        for (law,), positions in zip(_served(chunk, logits, config.sampling), rows, strict=True):
+            for place, (proposed,) in enumerate(positions):
+                likeliest = proposed.topk(ranks).indices
+                sums[place] += law[place:].gather(1, likeliest).double().sum(0).cpu()
+                counts[place] += len(likeliest)
+    rates = sums / counts.clamp(min=1)
+    return (rates if by_place(draft) else rates[:1].expand(most, -1)).tolist()
+
+
+@torch.inference_mode()
+def surprise(
+    target: Adapter, answers: Sequence[Completion], sampling: SamplingConfig, *, batch_size: int
+) -> float:
+    """How far the mean log-probability of `answers` lies above what it is of the target's samples.
+
+    In standard deviations: of samples, each token's log p less its mean under the served law adds
+    nothing on average, whatever came before, so that the sum is normal for many tokens.
+    """
+    total, variance = 0.0, 0.0
+    for first in range(0, len(answers), batch_size):
+        chunk: Any = answers[first : first + batch_size]
+        logits, _ = _read(target, chunk)
+        for one, (law,) in zip(chunk, _served(chunk, logits, sampling), strict=True):
+            law = law.double()
+            tokens = torch.tensor(one.output_ids, device=law.device)[:, None]
+            log_p = law.clamp(min=torch.finfo(torch.float64).tiny).log()
+            mean = (law * log_p).sum(-1)
+            total += float((log_p.gather(1, tokens)[:, 0] - mean).sum())
+            variance += float(((law * log_p.square()).sum(-1) - mean.square()).sum())
+    return total / variance**0.5 if variance > 0 else 0.0
 
 
 def _by_prompt(contexts: Sequence[Record], totals: dict[str, list[float]]) -> PromptTotals:

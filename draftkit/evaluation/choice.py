@@ -53,7 +53,7 @@ def chosen_numbers(
     costs, scored: of each draft. The hybrid has the number of its draft, the last one. What counts
     the training text keeps `Config.proposals`.
     """
-    mode = served_mode(config.decode.proposer, config.decode.verification) or "alpha"
+    mode = served_mode(config.decode) or "alpha"
     gammas = dict.fromkeys(ways, config.proposals)
     for name, make in ways.items():
         guesser, draft = make(), name if name in scored else [*scored][-1]

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.gamma import AdaptiveGamma
-from draftkit.decoding.generation import Completion, record
+from draftkit.decoding.generation import DRAFT_ID, Completion, record
 from draftkit.decoding.proposers import Proposer
 from draftkit.decoding.results import RoundSeconds
 from draftkit.evaluation import walltime
@@ -58,7 +58,9 @@ class Flow:
         proposer_id: str | None = None,
         late: bool | None = None,
     ) -> None:
-        room = setting.capacity - max(map(len, prompts)) - 2 * (gamma + 1)
+        tree = decoder.tree(proposer_id or DRAFT_ID) if gamma else None
+        scratch = max(gamma, tree.nodes) if tree else gamma
+        room = setting.capacity - max(map(len, prompts)) - 2 * (scratch + 1)
         self.setting = replace(setting, max_new_tokens=min(setting.max_new_tokens, room))
         device = decoder.target.device
         self.clock = synchronised_clock(device)
@@ -207,7 +209,9 @@ def measured_policy(decoder: Decoder, proposer_id: str, gamma: int) -> AdaptiveG
 def decoder_costs(decoder: Decoder, proposer_id: str, size: int, gammas: Sequence[int]) -> Costs:
     """Costs of rounds of `size` rows with each of `gammas`, which hold 0 and a larger one."""
     most = max(gammas)
-    length = min(SERVER_PROMPT_TOKENS, decoder.capacity - 2 * (most + 1) - 1)
+    tree = decoder.tree(proposer_id)
+    scratch = max(most, tree.nodes) if tree else most
+    length = min(SERVER_PROMPT_TOKENS, decoder.capacity - 2 * (scratch + 1) - 1)
     prompt = [token % decoder.target.vocab_size for token in range(length)]
     if (start := decoder.target.start_id) is not None:  # of what an encoder reads
         prompt = [*(token for token in prompt[1:] if token != start), start]
@@ -215,6 +219,7 @@ def decoder_costs(decoder: Decoder, proposer_id: str, size: int, gammas: Sequenc
         max_new_tokens=SERVER_BURST * (most + 1),
         gamma=most,
         verification=decoder.verification,
+        epsilon=decoder.epsilon,
         batch_size=size,
         capacity=decoder.capacity,
     )

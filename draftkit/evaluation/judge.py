@@ -14,14 +14,21 @@ import torch
 
 from draftkit.config import Config, DraftConfig, EvaluateConfig, SamplingConfig
 from draftkit.data.rollouts import Record
-from draftkit.decoding.catalogue import PROPOSERS
+from draftkit.decoding import catalogue
 from draftkit.decoding.graphs import compile_seconds
 from draftkit.decoding.ngrams import PromptLookup
 from draftkit.decoding.proposers import Proposer
-from draftkit.evaluation.alpha import PromptTotals, by_place, score_drafts
+from draftkit.decoding.trees import Tree, chosen_tree
+from draftkit.evaluation.alpha import PromptTotals, by_place, rank_rates, score_drafts
 from draftkit.evaluation.choice import HYBRID, LOOKUP, chosen_numbers
 from draftkit.evaluation.costs import Meter, between, meter
-from draftkit.evaluation.lossless import NOT_CHECKED, Losslessness, greedy_identity
+from draftkit.evaluation.lossless import (
+    LOSSY,
+    NOT_CHECKED,
+    Losslessness,
+    greedy_identity,
+    sampled_surprise,
+)
 from draftkit.evaluation.walltime import (
     CALIBRATED_GAMMAS,
     FIRST_LOOK,
@@ -73,10 +80,20 @@ class Measured:
     compile_seconds: float = 0.0  # for all drafts together; in none of the times
 
 
-def proposer_of(target: Adapter, draft: Adapter, prompts: Prompts, config: Config) -> Proposer:
-    """What proposes in real decoding, as `decode.proposer` says: `draft`, or what needs none."""
+def proposer_of(
+    target: Adapter,
+    draft: Adapter,
+    prompts: Prompts,
+    config: Config,
+    tree: Tree | None = None,
+) -> Proposer:
+    """What proposes in real decoding, as `decode.proposer` says: `draft`, or what needs none.
+
+    tree: the one to propose, where `decode.tree` asks for any.
+    """
     texts = prompts.texts or (lambda: prompts.calibration)
-    return PROPOSERS[config.decode.proposer](lambda: draft, texts, target)
+    decode = replace(config.decode, gamma=config.proposals)
+    return catalogue.proposer_of(decode, lambda: draft, texts, target, tree)
 
 
 def gather(
@@ -109,18 +126,28 @@ def gather(
     timed_prompts = [prompts.test[row] for row in rows]
     setting = timing([*timed_prompts, *prompts.calibration], sampling, target.eos_token_ids, config)
     compiling = -compile_seconds()
-    ways = ways_of(adapter, drafts, prompts, config)
+    trees = dict[str, Tree]()
+    if config.decode.tree > 0:
+        note(f"choosing the best {config.decode.tree} nodes of a tree")
+        trees = {
+            name: chosen_tree(rank_rates(adapter, draft, others, config), config.decode.tree)
+            for name, draft in drafts.items()
+        }
+    ways = ways_of(adapter, drafts, prompts, config, trees)
     judged = {name: make for name, make in ways.items() if name in drafts}
     meters = meters_of(adapter, judged, prompts.calibration, setting)
     different = [*dict.fromkeys(meters.values())]
     gammas = dict.fromkeys(ways, setting.gamma)
-    if config.decode.gamma == "auto":
+    gammas |= {name: tree.depth for name, tree in trees.items()}
+    if config.decode.gamma == "auto" and not trees:
         note("choosing the number of proposals")
         for one in different:
             one.turn(CHOOSING_TURNS)
         measured = {name: one.costs() for name, one in meters.items()}
         gammas = chosen_numbers(ways, measured, score(others), others, config)
     note(", ".join(f"{name} {gamma}" for name, gamma in gammas.items()) + " proposals a round")
+    for name, tree in trees.items():
+        note(f"{name} proposes a tree of {tree.nodes} nodes, {tree.depth} deep")
     note_untaught(drafts, gammas, note)
     note(f"wall time on up to {len(rows)} prompts, {options.timing_minutes:g} minutes at most")
     looks = ceil(min(FIRST_LOOK, len(rows)) / setting.batch_size)
@@ -139,6 +166,8 @@ def gather(
     compiling += compile_seconds()
     if setting.compiled:
         note(f"{compiling:.0f} s went into compiling; no measured time holds them")
+    if config.decode.is_lossy:
+        lossless = dict.fromkeys(timed, LOSSY) | lossless
     last = [*drafts][-1]
     same = {name: name if name in judged else last for name in drafts}
     return Measured(
@@ -164,16 +193,21 @@ def note_untaught(
 
 
 def ways_of(
-    target: Adapter, drafts: Mapping[str, Adapter], prompts: Prompts, config: Config
+    target: Adapter,
+    drafts: Mapping[str, Adapter],
+    prompts: Prompts,
+    config: Config,
+    trees: Mapping[str, Tree] | None = None,
 ) -> dict[str, Callable[[], Proposer]]:
     """All that is timed beside plain decoding, by name: how to make a proposer for one decoder.
 
     The drafts, or what proposes without one; prompt lookup; and the hybrid of it and the last
-    draft, where the drafts' samples are what is judged.
+    draft, where the drafts' samples are what is judged. trees: that drafts propose.
     """
+    trees = trees or {}
 
     def made(name: str, config: Config) -> Proposer:
-        return proposer_of(target, drafts[name], prompts, config)
+        return proposer_of(target, drafts[name], prompts, config, trees.get(name))
 
     served, last = config.decode.proposer, [*drafts][-1]
     ways: dict[str, Callable[[], Proposer]] = {} if served == LOOKUP else {LOOKUP: PromptLookup}
@@ -182,7 +216,7 @@ def ways_of(
         return ways | {last: lambda: one}
     ways |= {name: partial(made, name, config) for name in drafts}
     if served == "sampled":
-        mixed = replace(config, decode=replace(config.decode, proposer=HYBRID))
+        mixed = replace(config, decode=replace(config.decode, proposer=HYBRID, tree=0))
         ways[HYBRID] = partial(made, last, mixed)
     return ways
 
@@ -195,10 +229,13 @@ def meters_of(
 ) -> dict[str, Meter]:
     """A meter of each of `ways`: one for all of one signature, which differ in weights alone."""
     kinds = {make().signature: make for make in ways.values()}
-    meters = {
-        kind: meter(target, make, prompts, setting, gammas=CALIBRATED_GAMMAS)
-        for kind, make in kinds.items()
-    }
+
+    def measuring(make: Callable[[], Proposer]) -> Meter:
+        if (tree := make().tree) is not None:  # which is proposed whole
+            return meter(target, make, prompts, replace(setting, gamma=tree.depth))
+        return meter(target, make, prompts, setting, gammas=CALIBRATED_GAMMAS)
+
+    meters = {kind: measuring(make) for kind, make in kinds.items()}
     return {name: meters[make().signature] for name, make in ways.items()}
 
 
@@ -231,8 +268,13 @@ def timing(
         max_new_tokens=options.max_new_tokens,
         gamma=gamma,
         verification=config.decode.verification,
+        epsilon=config.decode.epsilon,
         batch_size=options.timing_batch_size,
-        capacity=row_capacity(texts, max_new_tokens=options.max_new_tokens, gamma=gamma),
+        capacity=row_capacity(
+            texts,
+            max_new_tokens=options.max_new_tokens,
+            gamma=max(gamma, config.decode.tree),
+        ),
         eos_token_ids=eos_token_ids,
         seed=config.seed,
         compiled=config.decode.compiles,
@@ -252,6 +294,18 @@ def check_lossless(
     For float32 `target` is held in it meanwhile, in place.
     """
     options, texts = config.evaluate, prompts.test[:LOSSLESS_PROMPTS]
+    if config.decode.is_lossy:
+        note("losslessness: surprise of sampled answers, as typical acceptance is lossy")
+        loaded = {name: load_draft(draft, target) for name, draft in drafts.items()}
+        return sampled_surprise(
+            target.adapter,
+            {
+                name: proposer_of(target.adapter, draft, prompts, config)
+                for name, draft in loaded.items()
+            },
+            texts,
+            timing(texts, config.sampling, target.eos_token_ids, config),
+        )
     if options.lossless == "off":
         note("losslessness: not checked (evaluate.lossless=off)")
         return dict.fromkeys(drafts, NOT_CHECKED)
@@ -266,9 +320,7 @@ def check_lossless(
     note(f"losslessness: greedy decoding with and without proposals, in {name}{why * served}")
     with nullcontext() if served else in_float32(target.adapter):
         held = None if served else torch.float32
-        loaded: dict[str, Adapter] = {
-            name: load_draft(draft, target, dtype=held) for name, draft in drafts.items()
-        }
+        loaded = {name: load_draft(draft, target, dtype=held) for name, draft in drafts.items()}
         ways = ways_of(target.adapter, loaded, prompts, config)
         return greedy_identity(
             target.adapter,

@@ -25,6 +25,8 @@ from torch import Tensor
 from draftkit.config import SamplingConfig
 from draftkit.decoding.generation import Completion, decode, make_requests
 from draftkit.decoding.proposers import Proposer
+from draftkit.evaluation.alpha import surprise
+from draftkit.evaluation.walltime import Setting
 from draftkit.models.adapter import Adapter, parts_of
 from draftkit.models.cache import SlotCache
 
@@ -45,10 +47,14 @@ class Losslessness:
     near_ties: int
     dtype: torch.dtype = torch.float32
     p_value: float | None = None
+    lossy: bool = False  # by design
+    surprise: float | None = None  # of sampled answers, in standard deviations
 
     @property
     def passed(self) -> bool | None:
         """Whether all differences are near-ties, and not too many; None if nothing was compared."""
+        if self.lossy:
+            return False
         if not self.compared:
             return None
         return self.mismatches == self.near_ties and (self.p_value is None or self.p_value > LEVEL)
@@ -56,6 +62,14 @@ class Losslessness:
     @property
     def fault(self) -> str:
         """What is wrong where the check has not passed."""
+        if self.lossy:
+            fault = "decode.verification=typical is lossy by design"
+            if self.surprise is None:
+                return fault
+            return (
+                f"{fault}: the log-probability of {self.compared} sampled answers lies "
+                f"{self.surprise:.1f} standard deviations off the target's (p = {self.p_value:.1g})"
+            )
         if wrong := self.mismatches - self.near_ties:
             return f"{wrong} of {self.compared} greedy outputs differ from the target's"
         return (
@@ -66,9 +80,13 @@ class Losslessness:
     def as_dict(self) -> dict[str, Any]:
         """The `lossless` object of a summary."""
         name = str(self.dtype).removeprefix("torch.")
+        method = f"greedy identity in {name}" if self.compared else "not checked"
+        statistic = self.mismatches if self.compared else None
+        if self.surprise is not None:
+            method, statistic = "surprise of sampled answers", self.surprise
         return {
-            "method": f"greedy identity in {name}" if self.compared else "not checked",
-            "statistic": self.mismatches if self.compared else None,
+            "method": method,
+            "statistic": statistic,
             "p_value": self.p_value,
             "passed": self.passed,
             "compared": self.compared,
@@ -77,6 +95,7 @@ class Losslessness:
 
 
 NOT_CHECKED = Losslessness(0, 0, 0)
+LOSSY = Losslessness(0, 0, 0, lossy=True)
 
 
 def greedy_identity(
@@ -108,7 +127,6 @@ def greedy_identity(
 
     plain, rows = outputs(None), min(batch_size, len(prompts))
     other = 1 if rows > 1 else 2  # rows of another batch
-    shapes = ((1, rows), (gamma + 1, rows), (gamma + 1, other))
 
     @lru_cache
     def parted_by_rounding() -> int:
@@ -117,6 +135,8 @@ def greedy_identity(
 
     def compared(proposer: Proposer) -> Losslessness:
         pairs = differing(plain, outputs(proposer))
+        width = 1 + (gamma if proposer.tree is None else proposer.tree.nodes)
+        shapes = ((1, rows), (width, rows), (width, other))
         ties, p_value = sum(differ_by_rounding(target, pairs, shapes)), None
         # Plain decoding again costs time: only for as many ties as could be too many.
         if target.dtype.itemsize < 4 and binomial_tail(ties, 0) <= LEVEL:
@@ -124,6 +144,50 @@ def greedy_identity(
         return Losslessness(len(plain), len(pairs), ties, target.dtype, p_value)
 
     return {name: compared(proposer) for name, proposer in proposers.items()}
+
+
+def sampled_surprise(
+    target: Adapter,
+    proposers: Mapping[str, Proposer],
+    prompts: Sequence[Sequence[int]],
+    setting: Setting,
+) -> dict[str, Losslessness]:
+    """Sampled answers to `prompts` with each proposer, held against the target's law (`surprise`).
+
+    At temperature 0, where typical acceptance is greedy decoding, there is nothing to hold.
+    """
+    if setting.sampling.temperature == 0:
+        return dict.fromkeys(proposers, LOSSY)
+
+    def checked(proposer: Proposer) -> Losslessness:
+        requests = make_requests(
+            prompts,
+            max_new_tokens=setting.max_new_tokens,
+            sampling=setting.sampling,
+            gamma=setting.gamma,
+            seed=setting.seed,
+        )
+        answers = decode(
+            target,
+            list(requests),
+            eos_token_ids=setting.eos_token_ids,
+            batch_size=setting.batch_size,
+            proposer=proposer,
+            verification=setting.verification,
+            epsilon=setting.epsilon,
+        )
+        found = surprise(target, answers, setting.sampling, batch_size=setting.batch_size)
+        return Losslessness(
+            len(answers),
+            0,
+            0,
+            target.dtype,
+            p_value=math.erfc(abs(found) / 2**0.5),
+            lossy=setting.epsilon is not None,
+            surprise=found,
+        )
+
+    return {name: checked(one) for name, one in proposers.items()}
 
 
 Pair = tuple[Completion, Completion]

@@ -52,7 +52,7 @@ def compare(
         }
         summary["engines"] = engine_rows(
             totals,
-            own=served_mode(config.decode.proposer, config.decode.verification),
+            own=served_mode(config.decode),
             gamma=timed[main].gamma,
             best_gammas=summary["best_gamma_by_mode"],
         )
@@ -91,7 +91,7 @@ def summarise(
         break_even_alpha=break_even,
         batch_size=config.evaluate.timing_batch_size,
     )
-    served = served_mode(config.decode.proposer, config.decode.verification)
+    served = served_mode(config.decode)
     alpha = acceptance[served].mean if served else counted["acceptance_per_position"][0]
     taus = taus_of(scored, served) if served else []
     gained = factors_of(taus, alpha, costs)

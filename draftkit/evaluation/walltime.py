@@ -43,6 +43,7 @@ class Setting:
     max_new_tokens: int
     gamma: int
     verification: str = "speculative"
+    epsilon: float | None = None  # of typical acceptance
     batch_size: int = 1
     capacity: int  # cache slots of a row; one number for all, since compiled code depends on it
     eos_token_ids: Sequence[int] = ()
@@ -186,7 +187,10 @@ def device_clock(device: torch.device) -> Callable[[], Mark]:
 
 
 def row_capacity(prompts: PromptIds, *, max_new_tokens: int, gamma: int) -> int:
-    """Cache slots that hold each of `prompts` and its answer, up to `gamma` and for its costs."""
+    """Cache slots that hold each of `prompts` and its answer, up to `gamma` and for its costs.
+
+    gamma: the nodes of a tree, where one is proposed.
+    """
     return max(map(len, prompts)) + max_new_tokens + 2 * (max(gamma, MOST_GAMMA) + 1)
 
 
@@ -198,6 +202,7 @@ def make_decoder(target: Adapter, proposer: Proposer | None, setting: Setting) -
         capacity=setting.capacity,
         eos_token_ids=setting.eos_token_ids,
         verification=setting.verification,
+        epsilon=setting.epsilon,
         compiled=setting.compiled,
         captured=setting.captured,
     )

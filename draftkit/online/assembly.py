@@ -36,7 +36,7 @@ def make_refit(
     optim = optim_of_update(config)
     # Of the hybrid's proposals, those that the drafter makes are sampled.
     proposer = "sampled" if config.decode.proposer == "hybrid" else config.decode.proposer
-    mode = served_mode(proposer, config.decode.verification) or "alpha"
+    mode = served_mode(replace(config.decode, proposer=proposer)) or "alpha"
     knows = target.adapter if isinstance(target, Target) else None
 
     def trainer_of(path: Path) -> Trainer:

@@ -72,9 +72,10 @@ class Engine:
         self.decoder = Decoder(
             target,
             slots=serve.slots,
-            capacity=self.max_length + 2 * (decoding.proposals + 1),
+            capacity=self.max_length + 2 * (max(decoding.proposals, decoding.tree) + 1),
             eos_token_ids=eos_token_ids,
             verification=decoding.verification,
+            epsilon=decoding.epsilon,
             compiled=decoding.compile == "true",
             captured=decoding.compile in ("auto", "captured"),
             top_k=max(TOP_LOGPROBS, recorder.top_k),

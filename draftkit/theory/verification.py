@@ -3,7 +3,8 @@
 Speculative sampling (Leviathan et al., arXiv 2211.17192, algorithm 1), block verification (Sun et
 al., arXiv 2403.10444, algorithm 2), exact match with the target's sample (llama.cpp, TensorRT-LLM)
 and the greedy rule. The first three return tokens that have exactly the target's law whatever the
-draft; they differ in how many proposals they keep.
+draft; they differ in how many proposals they keep. Typical acceptance (Medusa, Cai et al., arXiv
+2401.10774, section 2.3.2) does not: it keeps what the target might have said.
 
 Noise enters as tensors, one uniform a proposal and one more a round, each independent of the
 others and of the noise that made the proposals. This module knows no models, no caches, no EOS and
@@ -201,6 +202,30 @@ def greedy_verification(
     return _agreement(choices=target_probs.argmax(-1), draft_tokens=draft_tokens, lengths=lengths)
 
 
+def typical_bound(*, target_probs: Tensor, epsilon: float) -> Tensor:
+    """What a token's probability must exceed to be typical: min(epsilon, sqrt(epsilon) e^-H).
+
+    H is the entropy of target_probs [..., V] in nats; returns [...]. The surer the target, the more
+    is asked of a token.
+    """
+    entropy = torch.special.entr(promote(target_probs)).sum(-1)
+    return (epsilon**0.5 * torch.exp(-entropy)).clamp(max=epsilon)
+
+
+def typical_verification(
+    *, target_probs: Tensor, draft_tokens: Tensor, lengths: Tensor | None, epsilon: float
+) -> Verification:
+    """Keep proposals while they are typical of the target, then add its most likely token.
+
+    Lossy: neither part has the target's law, unless that leaves no choice, as at temperature 0.
+    Shapes as in `speculative_sampling`.
+    """
+    bound = typical_bound(target_probs=target_probs, epsilon=epsilon)[:, :-1]
+    passes = _of_tokens(promote(target_probs), draft_tokens) > bound
+    accepted = _leading(passes & _up_to(_lengths(draft_tokens, lengths), draft_tokens.shape[1]))
+    return Verification(accepted, _at(target_probs, accepted).argmax(-1))
+
+
 class Verifier(Protocol):
     """The face shared by the exact rules; `speculative_sampling` documents the arguments."""
 
@@ -216,6 +241,7 @@ class Verifier(Protocol):
     ) -> Verification: ...
 
 
+TYPICAL = "typical"  # the rule that is none of these
 VERIFIERS: dict[str, Verifier] = {
     "speculative": speculative_sampling,
     "block": block_verification,

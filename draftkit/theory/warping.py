@@ -194,15 +194,17 @@ def seen_tokens(tokens: Tensor, length: Tensor, vocab_size: int) -> Tensor:
     return seen.scatter(-1, ids, True)[:, :vocab_size]
 
 
-def seen_along(seen: Tensor, draft_tokens: Tensor) -> Tensor:
+def seen_along(seen: Tensor, draft_tokens: Tensor, is_earlier: Tensor | None = None) -> Tensor:
     """The history before each position of a round: position i has seen the first i proposals.
 
-    seen: [B, V] bool before the round; draft_tokens: [B, K]. Returns [B, K + 1, V] bool.
+    seen: [B, V] bool before the round; draft_tokens: [B, K]; is_earlier: [K + 1, K] bool, where a
+    position has seen others. Returns [B, K + 1, V] bool.
     """
     rows, gamma = draft_tokens.shape
     vocab_size = seen.shape[-1]
     index = torch.arange(gamma + 1, device=seen.device)
-    is_earlier = index[:gamma] < index[:, None]  # [K + 1, K]
+    if is_earlier is None:
+        is_earlier = index[:gamma] < index[:, None]  # [K + 1, K]
     ids = torch.where(is_earlier, draft_tokens[:, None], vocab_size)  # [B, K + 1, K]
     along = torch.zeros(rows, gamma + 1, vocab_size + 1, dtype=torch.bool, device=seen.device)
     return along.scatter(-1, ids, True)[..., :vocab_size] | seen[:, None]

@@ -192,6 +192,8 @@ def measure(
     Speculation is by `decode.proposer`.
     """
     make = partial(proposer_of, target, draft, prompts, config)
+    if (tree := make().tree) is not None:
+        setting = replace(setting, gamma=tree.depth)
     costs = meter(target, make, prompts.calibration, setting)
     makers: dict[str, Callable[[], Method]] = {
         PLAIN: lambda: decoding(target, None, setting),

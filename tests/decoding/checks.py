@@ -169,6 +169,7 @@ def build(
         capacity=max(tokens_needed(request, proposer.tree) for request in requests),
         eos_token_ids=eos,
         verification=verification,
+        epsilon=0.3 if verification == "typical" else None,
         noise_function=parts.noise,
     )
     if parts.verifier is not None:

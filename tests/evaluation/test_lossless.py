@@ -11,13 +11,16 @@ from draftkit.data.corpora import read_documents
 from draftkit.decoding import round as units
 from draftkit.decoding.generation import Completion, decode, make_requests
 from draftkit.decoding.proposers import DraftModelProposer
+from draftkit.decoding.trees import usual_tree
 from draftkit.evaluation import lossless
 from draftkit.evaluation.lossless import (
     Losslessness,
     binomial_tail,
     differ_by_rounding,
     greedy_identity,
+    sampled_surprise,
 )
+from draftkit.evaluation.walltime import Setting
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.loading import load_target
 from draftkit.theory.verification import Verification, greedy_verification
@@ -216,3 +219,55 @@ def test_answers_of_an_encoder_decoder_model_are_read_again_as_others():
     assert differ_by_rounding(target, [(plain[0], other)], SHAPES) == [False]
     gaps = lossless._gaps(target, plain, shape=(4, 3))
     assert [one[0].tolist() for one in gaps] == [[0] * 6] * 3
+
+
+# Typical acceptance
+
+
+def surprised(*, verification="match", tree=None, temperature=1.0, seed=0):
+    """What the check of sampled answers says of a fair draft."""
+    target, draft = table(0), table(1)
+    setting = Setting(
+        sampling=SamplingConfig(temperature=temperature, top_p=0.9),
+        max_new_tokens=40,
+        gamma=3,
+        verification=verification,
+        epsilon=0.09 if verification == "typical" else None,
+        batch_size=8,
+        capacity=64,
+        seed=seed,
+    )
+    proposer = DraftModelProposer(draft, tree=tree)
+    return sampled_surprise(target, {"draft": proposer}, PROMPTS, setting)["draft"]
+
+
+@pytest.mark.parametrize("tree", [None, usual_tree(6, 3)], ids=["chain", "tree"])
+def test_exact_answers_are_as_surprising_as_the_targets_and_typical_ones_are_not(tree):
+    p_values = [surprised(tree=tree, seed=seed).p_value for seed in range(8)]
+    assert min(p_values) > 1e-3
+    assert max(p_values) > 0.3
+    lossy = surprised(verification="typical", tree=tree)
+    assert lossy.passed is False
+    assert lossy.surprise > 8
+    assert lossy.p_value < 1e-12
+    assert lossy.fault.startswith("decode.verification=typical is lossy by design: the log-prob")
+    assert lossy.as_dict()["method"] == "surprise of sampled answers"
+
+
+def test_typical_acceptance_passes_nowhere():
+    greedy = surprised(verification="typical", temperature=0.0)
+    assert greedy.passed is False
+    assert greedy.fault == "decode.verification=typical is lossy by design"
+
+
+def test_a_tree_passes_the_check_of_greedy_answers():
+    found = greedy_identity(
+        table(0),
+        {"draft": DraftModelProposer(table(1), tree=usual_tree(8, 3))},
+        PROMPTS,
+        max_new_tokens=12,
+        gamma=3,
+        batch_size=3,
+        eos_token_ids=(),
+    )["draft"]
+    assert (found.passed, found.compared, found.mismatches) == (True, 8, 0)

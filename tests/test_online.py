@@ -215,3 +215,9 @@ def test_where_there_is_nothing_to_refit_or_to_judge_by_it_is_said(
         check_drafter(given)
     if teacher == "stored":
         check_drafter(replace(given, online=OnlineConfig()))
+
+
+def test_lossy_verification_is_refused_in_one_line() -> None:
+    given = Config(decode=DecodeConfig(verification="typical"))
+    with pytest.raises(ValueError, match=r"^decode\.verification=typical is lossy, and a drafter"):
+        check_drafter(given)

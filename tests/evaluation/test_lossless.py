@@ -248,8 +248,8 @@ def test_exact_answers_are_as_surprising_as_the_targets_and_typical_ones_are_not
     assert max(p_values) > 0.3
     lossy = surprised(verification="typical", tree=tree)
     assert lossy.passed is False
-    assert lossy.surprise > 8
-    assert lossy.p_value < 1e-12
+    assert lossy.surprise > 5
+    assert lossy.p_value < 1e-6
     assert lossy.fault.startswith("decode.verification=typical is lossy by design: the log-prob")
     assert lossy.as_dict()["method"] == "surprise of sampled answers"
 

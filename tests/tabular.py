@@ -165,8 +165,10 @@ class TabularHead:
     ) -> Tensor:
         """Write the tokens, look up the law; a state is marks and logits."""
         marks = (tokens + 1).to(self.dtype)[:, None, :, None]
-        keys, _ = cache.at(positions).update(marks, marks, 0)
-        back = keys[:, 0, :, 0].long().gather(1, (positions - 1).clamp(min=0))
+        slots, behind, seen = cache.reading(positions)
+        keys, _ = cache.at(slots).update(marks, marks, 0)
+        before = (seen & (behind == 1))[:, 0].to(torch.uint8).argmax(-1)  # the first in sight
+        back = keys[:, 0, :, 0].long().gather(1, before)
         back = back.masked_fill(positions < 2, 0)  # there is no slot 0
         newer, older = hidden[..., 0].long(), hidden[..., 1].long()
         logits = self.table[newer, tokens] + self.memory[older] + self.own[back]

@@ -105,6 +105,11 @@ def tree_by_depth(names: dict[str, Any], draft: TabularAdapter) -> Proposer:
     return names["ParallelProposer"](with_masks(draft), tree=TREE)
 
 
+def head_tree(names: dict[str, Any], draft: TabularAdapter) -> Proposer:
+    made: Any = TabularHead(draft)
+    return names["HeadProposer"](made, tree=TREE)
+
+
 MAKERS: dict[str, Make] = {
     "head": head,
     "head in one pass": head_in_one_pass,
@@ -363,6 +368,9 @@ EDITS |= {
         "on_path = torch.ones_like(branches.seen)[:, known]",
         DRAWN,
         tree_by_depth,
+    ),
+    "streams of rejected nodes stay": Edit(
+        cache, "stream[rows, target] = stream[rows, source]", "pass", DRAWN, head_tree
     ),
     "a path moved from its end": Edit(
         cache,

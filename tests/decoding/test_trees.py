@@ -15,8 +15,8 @@ from torch import Tensor
 from draftkit.config import SamplingConfig
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.gamma import AdaptiveGamma
-from draftkit.decoding.proposers import DraftModelProposer, ParallelProposer, drafting
-from draftkit.decoding.round import RoundInputs
+from draftkit.decoding.proposers import DraftModelProposer, HeadProposer, ParallelProposer, drafting
+from draftkit.decoding.round import RoundInputs, propose
 from draftkit.decoding.trees import MOST_NODES, Tree, chosen_tree, tree_of
 from draftkit.models.adapter import Adapter, CausalAdapter
 from draftkit.models.heads import EAGLE3, MEDUSA, adapted, head_config, new_head
@@ -46,7 +46,7 @@ from tests.decoding.driving import (
 )
 from tests.decoding.measuring import Rows
 from tests.decoding.mutants import TREE
-from tests.tabular import with_masks
+from tests.tabular import TabularHead, random_adapter, relative, with_masks
 from tests.theory import checks as theory_checks
 
 # Making and choosing
@@ -205,6 +205,32 @@ def test_decoded_rows_have_the_targets_law(depth: int) -> None:
     tree = TREE if depth == 2 else tree_of([0, 0, 1, 2, 3, 3], [0, 1, 1, 0, 0, 2])
     parts = Parts(proposer=lambda draft: DraftModelProposer(draft, tree=tree))
     check_sampled(parts, theory_checks.adversarial_tables(), rows=20_000)
+
+
+@pytest.mark.parametrize("kind", ["draft", "head", "head in one pass"])
+def test_a_node_holds_the_likeliest_tokens_behind_its_own_path(kind: str) -> None:
+    target = random_adapter(8, 1)
+    model = relative(target, 2)
+    drafter: Any = model if kind == "draft" else TabularHead(model, parallel=kind != "head")
+    tree = tree_of([0, 0, 0, 1, 2, 2, 3, 5, 6], [0, 2, 1, 1, 0, 3, 2, 1, 0])
+    text, made = [3, 1, 4, 1, 5], DraftModelProposer if kind == "draft" else HeadProposer
+    decoder = Decoder(target, slots=1, capacity=64)
+    proposer = made(drafter, tree=tree)
+    decoder.attach(DRAFT, proposer)
+    decoder.join([request(text, gamma=3)])
+    while decoder.prefill():
+        pass
+    (group,) = decoder._groups()
+    with torch.inference_mode():
+        proposal = propose((proposer, decoder), RoundInputs(group, decoder.capacity))
+    tokens = [text[-1], *proposal.tokens[0].tolist()]
+    for node in range(1, tree.nodes + 1):
+        path = [tokens[n] for n in range(1, node) if tree.seen[node, n]]
+        whole = torch.tensor(text + path)
+        laws = model.logits(whole[None])[0, -1]
+        if kind != "draft":
+            laws = drafter.law(whole, len(path))
+        assert laws.topk(4).indices[tree.ranks[node - 1]] == tokens[node]
 
 
 # Models

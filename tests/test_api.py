@@ -20,7 +20,13 @@ from transformers import AutoModelForCausalLM
 import draftkit
 import draftkit.api
 from draftkit.artifacts import read_json
-from draftkit.config import DataConfig, EvaluateConfig, OptimConfig, SamplingConfig
+from draftkit.config import (
+    DataConfig,
+    DecodeConfig,
+    EvaluateConfig,
+    OptimConfig,
+    SamplingConfig,
+)
 from draftkit.models.compatibility import TARGET_SHA256
 from draftkit.models.files import address_of
 from draftkit.models.loading import save_model
@@ -345,6 +351,26 @@ def test_a_head_is_judged_and_distilled_and_names_its_target(tmp_path):
     answer = draftkit.generate(again, ids, sampling=greedy, max_new_tokens=8)
     own = model.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False, pad_token_id=0)
     assert answer.ids == own[0, 6:].tolist()
+
+
+@pytest.mark.parametrize("verification", ["speculative", "typical"])
+def test_a_tree_is_judged_whole_and_typical_acceptance_never_deploys(pair, verification):
+    decode = DecodeConfig(tree=6, gamma=3, compile="false", verification=verification)
+    few, lines = replace(FEW, calibration_turns=2), []
+    judged = draftkit.evaluate(
+        pair, texts(8), timed=True, decode=decode, evaluate=few, note=lines.append
+    )
+    summary = judged.summary
+    (said,) = [line for line in lines if line.startswith("given proposes a tree of 6 nodes")]
+    assert said.endswith(f"{summary['gamma']} deep")
+    assert 1 <= summary["gamma"] <= 3
+    assert summary["ways"]["hybrid"]["gamma"] == 3
+    exact = verification == "speculative"
+    assert {way["lossless"]["passed"] for way in summary["ways"].values()} == {exact}
+    if not exact:
+        assert summary["verdict"] == "do_not_deploy"
+        assert summary["reason"].startswith("decode.verification=typical is lossy by design")
+        assert summary["best_of"] == "none"
 
 
 def test_a_timed_evaluation_judges_as_the_command_does_and_leaves_the_pair(folder):

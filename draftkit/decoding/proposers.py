@@ -173,7 +173,7 @@ def grow(
     bounds = zip(pairwise(tree.starts[1:]), tree.inner[1:], strict=True)
     for depth, ((start, end), inner) in enumerate(bounds, 1):
         ids, of = logits.topk(tree.width).indices, slice(start - 1, end - 1)
-        levels.append(ids[:, tree.place[of], tree.order[of]])
+        levels.append(ids[:, tree.parent_index[of], tree.order[of]])
         if inner:
             # A filler's text may end anywhere: it must not reach beyond the cache.
             positions = (first + depth).clamp(max=capacity - 1)[:, None].expand(-1, inner)
@@ -386,7 +386,7 @@ class HeadProposer(DraftModelProposer):
 
         def read(tokens: Tensor, positions: Tensor, branches: Branches) -> Tensor:
             nonlocal state
-            hidden = state[:, branches.place]  # what the head made of the parents
+            hidden = state[:, branches.parent_index]  # what the head made of the parents
             own = self.cache(view, branches)
             state = self.draft.feed(tokens, hidden, positions=positions, cache=own)
             return self.draft.logits(state)

@@ -166,10 +166,10 @@ def _along_path(
 
     path, lengths = walk(tree, len(rows), is_own)
     tokens = fed.gather(1, path[:, 1:])
-    place = torch.arange(path.shape[1], device=path.device) + view.length[:, None] - 1
+    target = torch.arange(path.shape[1], device=path.device) + view.length[:, None] - 1
     source = view.length[:, None] - 1 + path
     last = bench.cache.capacity - 1
-    bench.cache.move(source[:, 1:].clamp(max=last), place[:, 1:].clamp(max=last))
+    bench.cache.move(source[:, 1:].clamp(max=last), target[:, 1:].clamp(max=last))
     children = tree.children[path[:, :-1]]  # [B, D, W]
     options = fed.gather(1, children.flatten(1)).view_as(children).where(children > 0, -1)
     chain = Proposal(tokens, None, lengths=torch.minimum(lengths, proposal.lengths))

@@ -34,7 +34,7 @@ class Tree:
     depths: Tensor  # [N + 1]
     order: Tensor  # [N]: the ranks
     above: Tensor  # [N + 1] parents, 0 of node 0
-    place: Tensor  # [N] of the parent, among those of its depth
+    parent_index: Tensor  # [N] of the parent, among those of its depth
     children: Tensor  # [N + 1, W] of each node, the likeliest first; 0: no more
     seen: Tensor  # [N + 1, N + 1] bool: whether a node is another, or comes behind it
 
@@ -60,8 +60,8 @@ class Tree:
 
     def branches(self, first: Tensor, start: int, end: int) -> Branches:
         """How nodes `start` to `end` are read, where node 0 has slot and position `first` [B]."""
-        place = self.place[max(0, start - 1) : end - 1]
-        return Branches(first, start, self.depths, place, self.seen[start:end])
+        parent_index = self.parent_index[max(0, start - 1) : end - 1]
+        return Branches(first, start, self.depths, parent_index, self.seen[start:end])
 
     def to(self, device: torch.device) -> "Tree":
         """The same tree with its tensors on `device`."""
@@ -110,7 +110,7 @@ def tree_of(parents: Sequence[int], ranks: Sequence[int]) -> Tree:
         depths=torch.tensor(depths),
         order=torch.tensor(ranks),
         above=torch.tensor([0, *parents]),
-        place=torch.tensor([parent - starts[depths[parent]] for parent in parents]),
+        parent_index=torch.tensor([parent - starts[depths[parent]] for parent in parents]),
         children=torch.tensor(
             [([n for _, n in sorted(one)] + [0] * width)[:width] for one in below]
         ),

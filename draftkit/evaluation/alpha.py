@@ -218,10 +218,10 @@ def rank_rates(
         features = torch.cat(own, -1) if own else None
         rows = _proposed(draft, chunk, OWN_LAW, blocks=most, features=features)
         for (law,), positions in zip(_served(chunk, logits, config.sampling), rows, strict=True):
-            for place, (proposed,) in enumerate(positions):
+            for depth, (proposed,) in enumerate(positions):
                 likeliest = proposed.topk(ranks).indices
-                sums[place] += law[place:].gather(1, likeliest).double().sum(0).cpu()
-                counts[place] += len(likeliest)
+                sums[depth] += law[depth:].gather(1, likeliest).double().sum(0).cpu()
+                counts[depth] += len(likeliest)
     rates = sums / counts.clamp(min=1)
     return (rates if by_place(draft) else rates[:1].expand(most, -1)).tolist()
 

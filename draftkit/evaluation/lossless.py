@@ -176,15 +176,15 @@ def sampled_surprise(
             verification=setting.verification,
             epsilon=setting.epsilon,
         )
-        found = surprise(target, answers, setting.sampling, batch_size=setting.batch_size)
+        deviation = surprise(target, answers, setting.sampling, batch_size=setting.batch_size)
         return Losslessness(
             len(answers),
             0,
             0,
             target.dtype,
-            p_value=math.erfc(abs(found) / 2**0.5),
+            p_value=math.erfc(abs(deviation) / 2**0.5),
             lossy=setting.epsilon is not None,
-            surprise=found,
+            surprise=deviation,
         )
 
     return {name: checked(one) for name, one in proposers.items()}

@@ -51,7 +51,7 @@ class Branches(NamedTuple):
     first: Tensor  # [B]
     start: int  # the number of the first of the N nodes that are read
     depths: Tensor  # [M], of all nodes
-    place: Tensor  # [N] of the parent of each, among the nodes of its depth
+    parent_index: Tensor  # [N] of the parent of each, among the nodes of its depth
     seen: Tensor  # [N, M] bool: which nodes each sees, itself among them
 
 
@@ -107,12 +107,12 @@ class SlotCache(Cache):
         first, count = branches.first[:, None], len(branches.depths)
         node = visible - first  # [B, C], negative in the text before
         known = node.clamp(min=0, max=count - 1)
-        place = torch.where(node < 0, visible, first + branches.depths[known])
+        stands = torch.where(node < 0, visible, first + branches.depths[known])
         on_path = branches.seen[:, known].transpose(0, 1) & (node < count)[:, None]  # [B, N, C]
         order = torch.arange(positions.shape[1], device=positions.device) + branches.start
         # A filler's text may end anywhere: it must not reach beyond the cache.
         slots = (first + order).clamp(max=self.capacity - 1)
-        behind = positions[:, None, :, None] - place[:, None, None]
+        behind = positions[:, None, :, None] - stands[:, None, None]
         return slots, behind, (on_path | (node < 0)[:, None])[:, None]
 
     def at(self, positions: Tensor) -> "SlotCache":

@@ -278,12 +278,17 @@ def test_the_layout_of_proposals_is_no_matter(strict: Strict) -> None:
 class Padded:
     """A cache that shows nothing in the slots that are not visible."""
 
+    taps = ()
+
     def __init__(self, cache: Any) -> None:
         self.cache = cache
 
     def at(self, positions: Tensor) -> "Padded":
         self.cache.at(positions)
         return self
+
+    def reading(self, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.cache.reading(positions)
 
     def update(self, *states: Any) -> list[Tensor]:
         missing = self.cache.capacity - self.cache.visible

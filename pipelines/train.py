@@ -48,6 +48,11 @@ def check(config: Config) -> None:
         check_answers(config, read_splits(texts.path))
     given = None if config.draft.path is None else model_config(config.draft)
     if config.draft.is_head or (given is not None and head_class(given) is not None):
+        if config.generate.top_k:
+            raise ValueError(
+                f"generate.top_k={config.generate.top_k}: a head reads the target's hidden states, "
+                "which are not stored: use generate.top_k=0"
+            )
         check_learning_head(config, given is None or parallel_of(given) is not None)
         check_source_of_head(config)
     _ = config.training_temperature  # which refuses a divergence that has no use when greedy

@@ -1,5 +1,6 @@
 """Heads on the target's hidden states through the commands: made, trained, judged, refused."""
 
+import shutil
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -7,14 +8,22 @@ from threading import Event
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import draftkit
 from draftkit.artifacts import read_json
-from draftkit.config import Config, DecodeConfig, EvaluateConfig, OptimConfig, SamplingConfig
+from draftkit.config import (
+    Config,
+    DecodeConfig,
+    EvaluateConfig,
+    GenerateConfig,
+    OptimConfig,
+    SamplingConfig,
+)
 from draftkit.data.rollouts import read_parts
 from draftkit.decoding.decoder import Decoder
-from draftkit.models.loading import load_target
+from draftkit.models import loading
+from draftkit.models.loading import load_draft, load_target, save_draft
 from draftkit.serving.drafters import same
 from pipelines.command import launch
 from pipelines.online import check_drafter
@@ -139,6 +148,7 @@ REFUSED = {
     "draft.lora.rank=4": r"draft\.lora\.rank must be 0 with draft\.kind=eagle3, got 4",
     "draft.head.vocabulary=600": r"draft\.head\.vocabulary: 600 of 512 ids .*: lower it, or",
     "source=draft": "source=draft: a head .* writes no text alone: use source=target",
+    "generate.top_k=8": r"generate\.top_k=8: a head reads .*: use generate\.top_k=0",
     "source=mix": "source=mix: a head .* writes no text alone: use source=target",
     "optim.activation_checkpointing=true": r"optim\.activation_checkpointing=true must be false",
     "draft.kind=medusa draft.head.parallel=true": r"draft\.head\.parallel must be false with",
@@ -219,19 +229,47 @@ def test_a_head_learns_from_no_stored_scores(root: Path) -> None:
 
 def test_the_library_takes_a_head(root: Path, finished: Path) -> None:
     target = trained_target("data.max_rows=100", layers=7)
-    short = OptimConfig(max_steps=8, learning_rate=3e-3, per_device_train_batch_size=4)
-    pair = draftkit.load_pair(target, finished / "train" / "draft", optim=short, dtype="float32")
-    prompts = [f"def number_{number}(text):\n    return" for number in range(60)]
-    fitted = draftkit.distill(pair, prompts[:40], source="target")
-    few = EvaluateConfig(max_new_tokens=12)
-    before, after = (
-        draftkit.evaluate(one, prompts[40:], evaluate=few)
-        for one in (pair, pair.with_draft(fitted))
-    )
-    assert after.alpha.mean > before.alpha.mean
-    plain = {"sampling": SamplingConfig(temperature=0)}
-    answers = [
-        draftkit.generate(pair, prompts[0], decode=DecodeConfig(proposer=name), **plain).ids
+    few = {
+        "optim": OptimConfig(max_steps=4, per_device_train_batch_size=4),
+        "generate": GenerateConfig(rollouts=8),
+        "evaluate": EvaluateConfig(max_new_tokens=8, validation_prompts=4),
+    }
+    pair = draftkit.load_pair(target, finished / "train" / "draft", dtype="float32", **few)
+    prompts = [f"def number_{number}(text):\n    return" for number in range(40)]
+    fitted = draftkit.distill(pair, prompts[:20], source="target", max_length=40)
+    pairs = (pair, pair.with_draft(fitted))
+    before, after = (draftkit.evaluate(one, prompts[20:]).alpha for one in pairs)
+    assert fitted.outcome.steps == 4
+    assert after.n == before.n > 0
+    greedy = {"sampling": SamplingConfig(temperature=0), "max_new_tokens": 8}
+    first, second = (
+        draftkit.generate(pair, prompts[0], decode=DecodeConfig(proposer=name), **greedy).ids
         for name in ("sampled", "none")
-    ]
-    assert answers[0] == answers[1]
+    )
+    assert first == second
+
+
+def test_embeddings_of_its_own_stay_with_a_head(root: Path, finished: Path, tmp_path: Path) -> None:
+    config = on_seven(root, EAGLE3)
+    folder = shutil.copytree(finished / "train" / "draft", tmp_path / "own")
+    weights = load_file(folder / "model.safetensors")
+    weights["embed_tokens.weight"] = torch.randn(512, 64)
+    save_file(weights, folder / "model.safetensors")
+    target = load_target(config.target, config.hardware, dtype=torch.float32)
+    draft = load_draft(replace(config.draft, path=str(folder)), target, dtype=torch.float32)
+    save_draft(draft, target.tokenizer, tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert torch.equal(saved["embed_tokens.weight"], weights["embed_tokens.weight"])
+
+
+def test_a_target_that_hides_its_layers_is_refused(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hiding(model: object) -> None:
+        raise ValueError
+
+    monkeypatch.setattr(loading, "layer_stack", hiding)
+    told = r"^draft\.kind=eagle3: llama does not show its layers, .*: use draft\.kind=plain$"
+    with pytest.raises(ValueError, match=told):
+        launch(TRAIN, on_seven(tmp_path, EAGLE3))
+    assert not list(tmp_path.rglob("manifest.json"))

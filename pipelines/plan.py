@@ -38,6 +38,11 @@ def head_settings(config: Config) -> dict[str, Any] | None:
     return {"kind": draft.kind, **vars(draft.head)} if draft.is_head else None
 
 
+def states_stored(config: Config) -> str | None:
+    """For which kind of heads hidden states lie beside the scores, if they do."""
+    return config.draft.kind if config.generate.hidden_states else None
+
+
 def judges_trained(config: Config) -> bool:
     return config.evaluate.draft == "trained"
 
@@ -127,6 +132,7 @@ SCORES = Stage(
         *("source.name", "evaluate.validation_prompts", "evaluate.max_new_tokens"),
         *ROLLOUTS,
     ),
+    derived={"generate.hidden_states": states_stored},
     inputs=(
         *(TEXTS, TARGET_MODEL, CONTEXTS),
         GENERATE.where(lambda config: config.source.name == "target"),
@@ -144,6 +150,7 @@ TRAIN = Stage(
     ),
     derived={
         "draft.head": head_settings,
+        "generate.hidden_states": states_stored,
         # settings of decoding, where a source's texts depend on them
         "decode.gamma": lambda config: (
             config.proposals if config.source.name in ("block", "replay") else None

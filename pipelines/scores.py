@@ -5,23 +5,39 @@ does. Shared by the experiments with the same target, text and sampling, and wri
 kill costs one part.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from draftkit.config import Config
-from draftkit.data.rollouts import read_parts, write_parts, write_records
+from draftkit.data.rollouts import Record, read_parts, write_parts, write_records
 from draftkit.data.splits import read_splits
 from draftkit.distillation.progress import Countdown
 from draftkit.distillation.scores import scored_by, texts_to_score
 from draftkit.distillation.sources import TrainingTexts
+from draftkit.models.heads import layers_read
 from draftkit.models.loading import load_target
+from draftkit.models.shrink import layer_count
 
 from .command import main
 from .contexts import read_contexts
 from .plan import SCORES
 from .stage import StageFolder
+from .weights import gigabytes
 
-PART = 1024  # texts of a file
+PART, PART_OF_STATES = 1024, 32  # texts of a file; of one with hidden states
+LOOKED_AT = 256  # texts by which the tokens of all are known before they are read
+
+
+def bytes_of_states(records: Sequence[Record], *, width: int) -> str:
+    """What hidden states of `width` numbers a token will take, in one line."""
+    some = records[:: max(1, len(records) // LOOKED_AT)]
+    tokens = sum(len(one.prompt_ids) + len(one.output_ids) for one in some)
+    tokens = round(tokens * len(records) / len(some))
+    return (
+        f"hidden states take about {gigabytes(2 * width * tokens)} on the disk: "
+        f"{2 * width:,} bytes for each of {tokens:,} tokens"
+    )
 
 
 def check(config: Config) -> None:
@@ -38,11 +54,16 @@ def scores(config: Config, folder: StageFolder) -> dict[str, Any]:
     rollouts = read_parts(folder.inputs["generate"]) if "generate" in folder.inputs else None
     splits = read_splits(folder.inputs["texts"])
     records = texts_to_score(config, TrainingTexts(splits.train, splits.room, rollouts))
+    target, layers = load_target(folder.model(config, "target"), config.hardware).adapter, ()
+    if config.generate.hidden_states:
+        layers = layers_read(config.draft.kind, layer_count(target.model.config))
+        folder.note(bytes_of_states(records, width=len(layers) * target.width))
     score = partial(
         scored_by,
-        load_target(folder.model(config, "target"), config.hardware).adapter,
+        target,
         top_k=config.generate.top_k,
         temperature=config.training_temperature,
+        layers=layers,
     )
     folder.mark("loaded")
     held_out = read_contexts(folder.inputs["contexts"], "validation")
@@ -56,7 +77,7 @@ def scores(config: Config, folder: StageFolder) -> dict[str, Any]:
     for part in write_parts(
         folder.path,
         len(records),
-        size=PART,
+        size=PART_OF_STATES if layers else PART,
         make=lambda rows: score(records[rows.start : rows.stop], watch=watch),
     ):
         tail += sum(sum(record.loss_tail_mass or []) for record in part)

@@ -48,10 +48,10 @@ def check(config: Config) -> None:
         check_answers(config, read_splits(texts.path))
     given = None if config.draft.path is None else model_config(config.draft)
     if config.draft.is_head or (given is not None and head_class(given) is not None):
-        if config.generate.top_k:
+        if config.generate.top_k and not config.generate.hidden_states:
             raise ValueError(
-                f"generate.top_k={config.generate.top_k}: a head reads the target's hidden states, "
-                "which are not stored: use generate.top_k=0"
+                f"generate.top_k={config.generate.top_k}: a head reads the target's hidden states: "
+                "use generate.hidden_states=true too, or generate.top_k=0"
             )
         check_learning_head(config, given is None or parallel_of(given) is not None)
         check_source_of_head(config)
@@ -77,7 +77,10 @@ def train(config: Config, folder: StageFolder) -> dict[str, Any]:
     rollouts = folder.inputs.get("generate")
     splits = read_splits(folder.inputs["texts"])
     target = load_teaching_target(
-        folder.model(config, "target"), config.hardware, stored=scored is not None
+        folder.model(config, "target"),
+        config.hardware,
+        stored=scored is not None,
+        framed=config.generate.hidden_states,
     )
     fitted = Fitting(
         config=config,

@@ -23,7 +23,7 @@ from draftkit.config import (
 from draftkit.data.rollouts import read_parts
 from draftkit.decoding.decoder import Decoder
 from draftkit.models import loading
-from draftkit.models.loading import load_draft, load_target, save_draft
+from draftkit.models.loading import load_draft, load_target, save_draft, save_model
 from draftkit.serving.drafters import same
 from pipelines.command import launch
 from pipelines.online import check_drafter
@@ -115,6 +115,25 @@ def test_every_source_trains_it(root: Path, kind: str, source: str) -> None:
     lines = [line for line in numbers(ensure(TRAIN, config)) if "loss" in line]
     assert lines[-1]["step"] == config.optim.max_steps
     assert lines[-1]["loss"] < lines[0]["loss"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hidden_states_that_are_stored_teach_like_those_of_a_pass(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a training that has no target in memory; they are rounded to bfloat16."""
+    save_model(tiny.model(num_hidden_layers=7), tiny.byte_tokenizer(), tmp_path / "target")
+    given = (*KINDS[kind], f"target.path={tmp_path / 'target'}", "hardware.dtype=float32")
+    given += ("optim.logging_steps=1", "optim.max_steps=4", "optim.learning_rate=1e-3")
+    stored = ("generate.top_k=257", "generate.hidden_states=true")
+    losses = []
+    for name, more in (("pass", ()), ("stored", stored)):
+        folder = ensure(TRAIN, on_seven(tmp_path, *given, *more, f"name={name}"))
+        losses.append([one["loss"] for one in numbers(folder) if "loss" in one])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    width = 64 if kind == "medusa" else 3 * 64
+    told = f"hidden states take about < 0.1 GB on the disk: {2 * width} bytes"
+    assert told in capsys.readouterr().out
 
 
 def test_a_killed_training_ends_like_an_uninterrupted_one(root: Path, finished: Path) -> None:

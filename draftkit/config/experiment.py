@@ -66,6 +66,9 @@ class Config(Section, key=""):
         require(plain, "name", "be a plain folder name", self.name)
         require(self.job is None or "/" not in self.job, "job", "be left to sweeps", self.job)
         require(self.target.path is not None, "target.path", "name a model", None)
+        heads = self.draft.is_head or not self.generate.hidden_states
+        rule = "be false without draft.kind=eagle3 or medusa"
+        require(heads, "generate.hidden_states", rule, self.generate.hidden_states)
         urls = [self.certify.get(key, "") for key in SERVERS]
         two = {*self.certify} <= {*SERVERS} and urls[0] != urls[1]
         web = all(url.startswith(("http://", "https://")) and "@" not in url for url in urls)

@@ -104,6 +104,8 @@ class GenerateConfig(Section, key="generate"):
     batch_size: int = positive(128)  # prompts at a time; of an engine: requests
     # Ids of the target stored for every token, to train without it; 0: none.
     top_k: int = setting(0, least=0, hint=" (0 stores none)")
+    # With these, in bfloat16, what a head reads of the target at every token.
+    hidden_states: bool = False
     url: str | None = None  # of an engine, as http://127.0.0.1:8000/v1; null: our decoder
     model: str | None = None  # the name that the engine serves; null: `target.path`
 
@@ -112,6 +114,8 @@ class GenerateConfig(Section, key="generate"):
         url = self.url or "http://"
         rule = "be the address of an API, as http://127.0.0.1:8000/v1"
         self.require(url.startswith(("http://", "https://")), "url", rule)
+        stored = self.top_k > 0 or not self.hidden_states
+        self.require(stored, "hidden_states", "be false without generate.top_k")
         require("@" not in url, "generate.url", "hold no password", "...@...")
 
     @property

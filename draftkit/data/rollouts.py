@@ -4,6 +4,8 @@
 one, as bytes. Storage only: this module does not sample, and does not know which model a sampler's
 name stands for.
 
+Hidden states of the target lie in a file of tensors beside the Parquet, text by text.
+
 A file is written whole or not at all. Everything comes back exactly: ids, None, and every bit of a
 float.
 """
@@ -12,19 +14,23 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 
 from draftkit.artifacts import atomic_path, first_line
 from draftkit.data.store import Lazy
 
 FORMAT = "rollouts-2"
 ADVICE = "remove it and make the rollouts again"
+STATES = ".safetensors"  # the suffix of hidden states
 KEPT = 64  # files of `read_parts` in memory
 _FORMAT_KEY = b"draftkit.format"
 
@@ -81,6 +87,8 @@ class Record:
     # and at the one of the loss.
     tail_mass: list[float] | None = None
     loss_tail_mass: list[float] | None = None
+    # Of the target, what a head reads at every token of prompt and output [T, F], bfloat16.
+    features: Tensor | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in OPTIONAL:
@@ -97,7 +105,11 @@ def document_of(record: Record) -> str | tuple[int, ...]:
 
 
 def write_records(path: str | Path, records: Sequence[Record]) -> None:
-    """Replace `path` by a Parquet file of `records`, atomically."""
+    """Replace `path` by a Parquet file of `records`, atomically, after their hidden states."""
+    states = {str(row): one.features for row, one in enumerate(records) if one.features is not None}
+    if states:
+        with atomic_path(Path(path).with_suffix(STATES)) as temporary:
+            save_file(states, temporary)
     with atomic_path(path) as temporary:
         table = pa.Table.from_batches([_packed(records)])
         pq.write_table(table, temporary, compression="zstd", write_page_checksum=True)
@@ -141,9 +153,20 @@ def _record(table: pa.Table, row: int) -> Record:
 
 def read_records(path: str | Path) -> list[Record]:
     """The records of a file, in order. Raises ValueError, one line that names the file."""
-    table = _read(path)
+    table, states = _read(path), _states(path)
     with _reading(path):
-        return [_record(table, row) for row in range(table.num_rows)]
+        rows = range(table.num_rows)
+        return [replace(_record(table, row), features=states(row)) for row in rows]
+
+
+def _states(path: str | Path) -> Callable[[int], Tensor | None]:
+    """The hidden states of a record of a file by its row; None where there are none."""
+    beside = Path(path).with_suffix(STATES)
+    if not beside.is_file():
+        return lambda row: None
+    with _reading(beside):
+        stored = safe_open(beside, "pt")
+    return lambda row: stored.get_tensor(str(row))
 
 
 def _read(path: str | Path) -> pa.Table:
@@ -202,12 +225,13 @@ def read_parts(folder: Path) -> Sequence[Record]:
     """
     paths = sorted(folder.glob("part-*.parquet"))
     ends = [*accumulate(map(_count, paths), initial=0)]
-    read = lru_cache(KEPT)(_read)
+    read, states = lru_cache(KEPT)(_read), lru_cache(KEPT)(_states)
 
     def record(row: int) -> Record:
         part = bisect_right(ends, row) - 1
         table = read(paths[part])
         with _reading(paths[part]):
-            return _record(table, row - ends[part])
+            own = row - ends[part]
+            return replace(_record(table, own), features=states(paths[part])(own))
 
     return Lazy(record, range(ends[-1]))

@@ -22,6 +22,7 @@ from draftkit.models.loading import (
     load_draft,
     load_outline,
     load_target,
+    with_frame,
 )
 from draftkit.models.lora import with_lora
 from draftkit.models.parallel import PARD, PLAIN, Parallel, check_unused, declare, free_id
@@ -31,14 +32,16 @@ from draftkit.theory.divergences import Divergence
 
 
 def load_teaching_target(
-    target: TargetConfig, hardware: HardwareConfig, *, stored: bool
+    target: TargetConfig, hardware: HardwareConfig, *, stored: bool, framed: bool = False
 ) -> Outline:
-    """The target to learn from, its outline alone where its scores are `stored` with the texts.
+    """The target to learn from, its outline alone where its scores are `stored` with the texts; it
+    is `framed` where these hold its hidden states.
 
     Split over the processes of a distributed launch where `hardware.shard_target` says so.
     """
     if stored:
-        return load_outline(target, hardware)
+        outline = load_outline(target, hardware)
+        return with_frame(outline, target) if framed else outline
     if not hardware.shard_target:
         return load_target(target, hardware)
     join_group()

@@ -25,6 +25,7 @@ _OPTIONAL = {  # of `TokenSequence` and `Batch` alike
     "topk_ids": torch.long,
     "topk_log_probs": torch.float32,
     "tail_mass": torch.float32,
+    "features": torch.bfloat16,
 }
 
 
@@ -35,7 +36,8 @@ class TokenSequence:
     rejected: whether verification refused what the draft had proposed there. block_offset: how
     many drafted tokens come before it in its round. topk_ids, topk_log_probs, tail_mass: what is
     stored of the target's distribution there (`theory.truncation`), the last at the temperature of
-    the loss. All mean nothing where nothing was generated.
+    the loss. All mean nothing where nothing was generated. features: what is stored of its hidden
+    states at every token [T, F].
     """
 
     token_ids: Sequence[int]
@@ -45,6 +47,7 @@ class TokenSequence:
     topk_ids: Sequence[Sequence[int]] | None = None
     topk_log_probs: Sequence[Sequence[float]] | None = None
     tail_mass: Sequence[float] | None = None
+    features: Tensor | None = None
 
 
 def continued(prompt_ids: Sequence[int], output_ids: Sequence[int]) -> TokenSequence:
@@ -64,6 +67,7 @@ def sequence_of_record(record: Record) -> TokenSequence:
     text, given = continued(record.prompt_ids, record.output_ids), len(record.prompt_ids)
     if record.rejected is not None:
         text = replace(text, rejected=[False] * given + record.rejected)
+    text = replace(text, features=record.features)
     ids, log_probs, tails = record.topk_ids, record.topk_log_probs, record.loss_tail_mass
     if ids is None or log_probs is None or tails is None:
         return text
@@ -98,6 +102,7 @@ class Batch:
     topk_ids: Tensor | None = None  # [B, T, k]
     topk_log_probs: Tensor | None = None  # [B, T, k]
     tail_mass: Tensor | None = None  # [B, T]
+    features: Tensor | None = None  # [B, T, F]
 
     @property
     def predicting(self) -> Tensor:
@@ -193,9 +198,9 @@ def collate(rows: Sequence[TokenSequence], *, device: torch.device) -> Batch:
     if not any(any(row.generated[1:]) for row in rows):
         raise ValueError("a batch holds no generated token: nothing can be learned from it")
 
-    def padded(values: Iterable[Sequence[Any]], dtype: torch.dtype) -> Tensor:
+    def padded(values: Iterable[Any], dtype: torch.dtype) -> Tensor:
         """[B, T, ...] of the values of each row."""
-        lines = [torch.tensor(line, dtype=dtype) for line in values]
+        lines = [torch.as_tensor(line, dtype=dtype) for line in values]
         return pad_sequence(lines, batch_first=True).to(device)
 
     known = {

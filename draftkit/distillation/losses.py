@@ -218,7 +218,7 @@ class StoredTeacher:
                 "generate.top_k: these texts have no stored scores: use source=target or fixed, or "
                 "generate.top_k=0"
             )
-        return TopKScores(*parts), None
+        return TopKScores(*parts), batch.features if layers else None
 
 
 Teacher = TargetTeacher | StoredTeacher

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from draftkit.config import Config
 from draftkit.data.rollouts import Record
@@ -51,17 +52,20 @@ def scored_by(
     *,
     top_k: int,
     temperature: float,
+    layers: tuple[int, ...] = (),
     watch: Callable[[int], None] = lambda done: None,
 ) -> list[Record]:
     """`records` with the target's `top_k` most likely ids, for a loss at `temperature`.
 
-    Those that carry them need no pass of the target. `watch` hears how many are done.
+    Those that carry them need no pass of the target, except for its hidden states of `layers`.
+    `watch` hears how many are done.
     """
     scored: list[Record] = []
     for first in range(0, len(records), SCORED_AT_ONCE):
         lot = records[first : first + SCORED_AT_ONCE]
-        scored += sampled_scores(lot, loss_temperature=temperature) or stored_scores(
-            target, lot, k=top_k, loss_temperature=temperature
+        known = None if layers else sampled_scores(lot, loss_temperature=temperature)
+        scored += known or stored_scores(
+            target, lot, k=top_k, loss_temperature=temperature, layers=layers
         )
         watch(len(scored))
     return scored
@@ -88,9 +92,15 @@ def sampled_scores(records: Sequence[Record], *, loss_temperature: float) -> lis
 
 @torch.no_grad()
 def stored_scores(
-    target: Adapter, records: Sequence[Record], *, k: int, loss_temperature: float
+    target: Adapter,
+    records: Sequence[Record],
+    *,
+    k: int,
+    loss_temperature: float,
+    layers: tuple[int, ...] = (),
 ) -> list[Record]:
-    """`records` with the target's k most likely ids at every output token, and the mass of others.
+    """`records` with the target's k most likely ids at every output token, and the mass of others;
+    and with its hidden states of `layers` at every token.
 
     One pass over all records together: give as many as fit. Raises ValueError for k that is no
     less than the vocabulary.
@@ -98,7 +108,7 @@ def stored_scores(
     check_top_k(k, target.vocab_size)
     texts = [continued(record.prompt_ids, record.output_ids) for record in records]
     batch = collate(texts, device=target.device)
-    states, head = target.states(batch.input_ids, batch.predicting), target.head
+    (states, features), head = target.read(batch.input_ids, batch.predicting, layers), target.head
     parts = []
     for rows in chunks(len(states), target.vocab_size, states.device):
         logits = states[rows] if head is None else head(states[rows])
@@ -106,6 +116,12 @@ def stored_scores(
         ids, log_probs, tails = most_likely(logits, k, [served, loss_temperature])
         parts.append((ids, log_probs, *tails))
     lengths = [len(record.output_ids) for record in records]
+    read: list[Tensor | None] = [None] * len(texts)
+    if features is not None:
+        read = [
+            one[: len(text.token_ids)].to("cpu", torch.bfloat16, copy=True)
+            for one, text in zip(features, texts, strict=True)
+        ]
     columns = [torch.cat(column).cpu().split(lengths) for column in zip(*parts, strict=True)]
     return [
         replace(
@@ -114,6 +130,9 @@ def stored_scores(
             topk_log_probs=log_probs.tolist(),
             tail_mass=tail.tolist(),
             loss_tail_mass=loss_tail.tolist(),
+            features=own,
         )
-        for record, ids, log_probs, tail, loss_tail in zip(records, *columns, strict=True)
+        for record, own, ids, log_probs, tail, loss_tail in zip(
+            records, read, *columns, strict=True
+        )
     ]

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
 from draftkit.config import Config, SamplingConfig
 from draftkit.data.rollouts import Record, document_of
@@ -430,7 +431,10 @@ def score_stored(
     device, totals, missing, shares = draft.device, [], [], []
     for first in range(0, len(contexts), batch_size):
         chunk = contexts[first : first + batch_size]
-        for context, positions in zip(chunk, _proposed(draft, chunk, sampling), strict=True):
+        read = [one.features for one in chunk if one.features is not None and draft.reads]
+        features = pad_sequence(read, batch_first=True).to(device) if read else None
+        laws = _proposed(draft, chunk, sampling, features=features)
+        for context, positions in zip(chunk, laws, strict=True):
             served = sampling or sampling_of(context)
             if served.repetition_penalty != 1:
                 raise ValueError(

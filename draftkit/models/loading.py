@@ -5,14 +5,17 @@ load whole (Hugging Face would fill missing weights with random numbers). It kno
 losses, no decoding.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch import Tensor
+from safetensors import safe_open
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -55,13 +58,15 @@ WHOLE = "give a complete folder written by save_pretrained"
 class Outline:
     """A target without its weights: what a draft of it must share.
 
-    eos_token_ids: that end its texts. dtype: of both models as they are served.
+    eos_token_ids: that end its texts. dtype: of both models as they are served. frame: the target
+    with no weights but its embeddings, beside which a head is loaded.
     """
 
     tokenizer: PreTrainedTokenizerBase
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    frame: Adapter | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,6 +222,34 @@ def load_outline(model: TargetConfig, hardware: HardwareConfig) -> Outline:
     return Outline(tokenizer=tokenizer, eos_token_ids=ends, dtype=dtype, device=device)
 
 
+def with_frame(outline: Outline, model: TargetConfig) -> Outline:
+    """`outline` with the `frame` of its target, of which one tensor is read.
+
+    Raises ValueError for a target whose embeddings are more than that.
+    """
+    shape = model_config(model)
+    with torch.device("meta"):
+        whole = auto_model(shape).from_config(shape)
+    embeddings: Any = whole.get_input_embeddings()
+    if type(embeddings) is not nn.Embedding:
+        raise ValueError(
+            f"generate.hidden_states: {shape.model_type} does more to a token than look it up: use "
+            "generate.hidden_states=false and generate.top_k=0"
+        )
+    name = next(name for name, module in whole.named_modules() if module is embeddings) + ".weight"
+    index, file = "model.safetensors.index.json", "model.safetensors"
+    find = partial(cached_file, model.location, revision=model.revision)
+    with _refusing(model):
+        parts = find(index, _raise_exceptions_for_missing_entries=False)
+        if parts is not None:
+            file = json.loads(Path(parts).read_text(encoding="utf-8"))["weight_map"][name]
+        with safe_open(str(find(file)), "pt") as stored:
+            rows = stored.get_tensor(name).to(outline.device, outline.dtype)
+    whole.set_input_embeddings(nn.Embedding.from_pretrained(rows, freeze=True))
+    size = real_vocab_size(outline.tokenizer, shape, "target")
+    return replace(outline, frame=adapter_of(whole, vocab_size=size))
+
+
 def declared_generation(target: TargetConfig) -> GenerationConfig:
     """How a target generates, whose weights are not loaded for it."""
     try:
@@ -284,13 +317,14 @@ def load_head_of(
     model: DraftConfig, shape: PreTrainedConfig, target: Outline, dtype: torch.dtype
 ) -> Adapter:
     """A head, whose folder may have no tokenizer. It reads a target, which must be in memory."""
-    if not isinstance(target, Target):
+    known = target.adapter if isinstance(target, Target) else target.frame
+    if known is None:
         raise ValueError(
             f"draft.path {model.path}: a head reads the target's hidden states, and the target is "
             "not loaded: use generate.hidden_states=true, or generate.top_k=0"
         )
     check_kind(model, shape)
-    return load_head(model, shape, target.adapter, dtype=dtype)
+    return load_head(model, shape, known, dtype=dtype)
 
 
 def load_sharing(

@@ -55,6 +55,7 @@ def prepare(config: Config, folder: StageFolder) -> dict[str, Any]:
             tracker=folder.tracker,
             note=folder.note,
             answers=read_parts(folder.inputs["generate"]) if "generate" in folder.inputs else (),
+            sha256=folder.digests["target"],
         )
     return {"vocab_size": len(tokenizer), "text_sha256": splits.sha256}
 

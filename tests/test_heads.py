@@ -167,7 +167,7 @@ REFUSED = {
     "draft.lora.rank=4": r"draft\.lora\.rank must be 0 with draft\.kind=eagle3, got 4",
     "draft.head.vocabulary=600": r"draft\.head\.vocabulary: 600 of 512 ids .*: lower it, or",
     "source=draft": "source=draft: a head .* writes no text alone: use source=target",
-    "generate.top_k=8": r"generate\.top_k=8: a head reads .*: use generate\.top_k=0",
+    "generate.top_k=8": "generate.top_k=8: a head reads .*: use generate.hidden_states=true",
     "source=mix": "source=mix: a head .* writes no text alone: use source=target",
     "optim.activation_checkpointing=true": r"optim\.activation_checkpointing=true must be false",
     "draft.kind=medusa draft.head.parallel=true": r"draft\.head\.parallel must be false with",

@@ -40,6 +40,7 @@ from draftkit.distillation.ranks import alone
 from draftkit.distillation.sources import Source, shuffled
 from draftkit.distillation.trainer import Trainer
 from draftkit.models.adapter import Adapter
+from draftkit.models.compatibility import declare_target
 from draftkit.models.devices import resolve_device, resolve_dtype
 from draftkit.models.head_files import steps_of
 from draftkit.models.heads import (
@@ -91,19 +92,21 @@ def make_draft(
     tracker: Tracker,
     note: Callable[[str], None],
     answers: Sequence[Record] = (),
+    sha256: str = "",
 ) -> None:
     """Make the drafter of section `draft` for `target`, trained on the text, in `<folder>/draft`.
 
     With `draft.shrink.layers` it is cut out of the target, and trained for `draft.shrink.steps`; a
-    head begins with the target's weights, and is not trained. The ids that it may propose are
-    counted on the training text and on the target's own `answers`, where there are any (those of a
-    head on these alone); `note` hears which share of the validation text, and of answers that are
-    not counted, these are.
+    head begins with the target's weights, names its checksum `sha256`, and is not trained. The ids
+    that it may propose are counted on the training text and on the target's own `answers`, where
+    there are any (those of a head on these alone); `note` hears which share of the validation text,
+    and of answers that are not counted, these are.
     """
     tokenizer = load_tokenizer(target)
     cut, shape = config.draft.shrink, config.draft.pretrain
     if config.draft.is_head:
         head = head_on(config, target, splits, note=note, answers=answers)
+        declare_target(head.model.config, sha256)
         save_draft(head, tokenizer, folder / DRAFT)
         return
     if cut.layers:

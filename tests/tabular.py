@@ -27,6 +27,7 @@ class TabularAdapter:
     """
 
     has_encoder, start_id, reads = False, None, ()
+    width = 2  # of its one stream
 
     def __init__(
         self, table: Tensor, memory: Tensor | None = None, *, max_positions: int = UNBOUNDED

@@ -23,7 +23,7 @@ from draftkit.distillation.progress import CLOSING, OPENING, reporting, row_text
 from draftkit.distillation.ranks import agree
 from draftkit.distillation.sources import TrainingTexts, make_source
 from draftkit.distillation.trainer import Trainer, TrainingFailed
-from draftkit.evaluation.alpha import by_place, estimates, score_contexts, score_stored
+from draftkit.evaluation.alpha import estimates, is_chained, score_contexts, score_stored
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import Outline, Target, save_draft
 from draftkit.models.parallel import PARD
@@ -223,7 +223,7 @@ class Fitting:
         if alpha.ci95:
             metrics |= {"low": alpha.low, "high": alpha.high}
         chosen = "alpha"
-        if by_place(draft):
+        if is_chained(draft):
             chosen = "acceptance_length"
             metrics[chosen] = scored.tokens_a_pass("alpha", draft.blocks).mean
             for gamma in range(1, draft.blocks + 1) if draft.reads else ():

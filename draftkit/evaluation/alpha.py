@@ -181,7 +181,7 @@ def score_drafts(
                         share = SHARES.get(mode, sampled_share)(**both, tokens=tokens[at:])
                         by_mode[mode].append(share.double().cpu())
                 for mode, columns in by_mode.items():
-                    shares[name][mode].append(_side_by_side(columns, by_place(draft)))
+                    shares[name][mode].append(_side_by_side(columns, is_chained(draft)))
     for name, sums in totals.items():
         if not all(map(math.isfinite, sums["alpha"])):
             raise ValueError(f"logits of the target or of the drafter ({name}) are not finite")
@@ -224,7 +224,7 @@ def rank_rates(
                 sums[depth] += law[depth:].gather(1, likeliest).double().sum(0).cpu()
                 counts[depth] += len(likeliest)
     rates = sums / counts.clamp(min=1)
-    return (rates if by_place(draft) else rates[:1].expand(most, -1)).tolist()
+    return (rates if is_chained(draft) else rates[:1].expand(most, -1)).tolist()
 
 
 @torch.inference_mode()
@@ -260,7 +260,7 @@ def _by_prompt(contexts: Sequence[Record], totals: dict[str, list[float]]) -> Pr
     )
 
 
-def by_place(draft: Adapter) -> bool:
+def is_chained(draft: Adapter) -> bool:
     """Whether the law of a proposal depends on its place in a round, beside the text before it."""
     return draft.parallel is not None or bool(draft.reads)
 
@@ -306,7 +306,7 @@ def _proposed(
     A draft that reads its own proposals like any text has one position, which stands for all.
     features: of the target on the padded texts [B, T, F], for a head.
     """
-    if not by_place(draft):
+    if not is_chained(draft):
         logits, _ = _read(draft, contexts)
         yield from ([laws] for laws in _served(contexts, logits, *samplings))
         return
@@ -464,7 +464,7 @@ def score_stored(
                 if position == 0:
                     totals.append(float(low.double().sum()))
                     missing.append(float((high - low).double().sum()))
-            shares.append(_side_by_side(columns, by_place(draft)))
+            shares.append(_side_by_side(columns, is_chained(draft)))
     scored = replace(_by_prompt(contexts, {"alpha": totals}), shares={"alpha": shares})
     return scored, torch.tensor(missing, dtype=torch.float64)
 

@@ -19,7 +19,7 @@ from draftkit.decoding.graphs import compile_seconds
 from draftkit.decoding.ngrams import PromptLookup
 from draftkit.decoding.proposers import Proposer
 from draftkit.decoding.trees import Tree, chosen_tree
-from draftkit.evaluation.alpha import PromptTotals, by_place, rank_rates, score_drafts
+from draftkit.evaluation.alpha import PromptTotals, is_chained, rank_rates, score_drafts
 from draftkit.evaluation.choice import HYBRID, LOOKUP, chosen_numbers
 from draftkit.evaluation.costs import Meter, between, meter
 from draftkit.evaluation.lossless import (
@@ -184,7 +184,7 @@ def note_untaught(
 ) -> None:
     """Say which drafts that learn chains propose more than they were trained for."""
     for name, draft in drafts.items():
-        if by_place(draft) and gammas.get(name, 0) > draft.blocks:
+        if is_chained(draft) and gammas.get(name, 0) > draft.blocks:
             key = "draft.head" if draft.reads else "draft.pard.tokens"
             note(
                 f"{name} was trained for {draft.blocks} proposals a pass: the last of "

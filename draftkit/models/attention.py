@@ -130,5 +130,25 @@ def plain_attention(
     return mixed.unflatten(2, (heads // shared, -1)).flatten(1, 2)
 
 
+def unrolled_attention(
+    query: Tensor, keys: list[Tensor], values: list[Tensor], *, mask: Tensor
+) -> Tensor:
+    """What each index attends to at a later step: [B, T, N, D] of `query` [B, N, T, D].
+
+    keys, values: [B, G, T, D] of all steps so far. Of the first step those that `mask` [B or 1, 1,
+    T, T] leaves, of each later one the key of the index itself.
+    """
+    (_, heads, tokens, size), shared = query.shape, keys[0].shape[1]
+    grouped = (query * size**-0.5).unflatten(1, (shared, heads // shared))
+    first = grouped.flatten(2, 3) @ keys[0].transpose(-1, -2)
+    scores = first.unflatten(2, (-1, tokens)) + mask[:, :, None].to(first.dtype)
+    own = [(grouped * key[:, :, None]).sum(-1, keepdim=True) for key in keys[1:]]
+    weights = torch.cat([scores, *own], -1).softmax(-1)
+    mixed = (weights[..., :tokens].flatten(2, 3) @ values[0]).unflatten(2, (-1, tokens))
+    for step, value in enumerate(values[1:], tokens):
+        mixed = mixed + weights[..., step : step + 1] * value[:, :, None]
+    return mixed.flatten(1, 2).transpose(1, 2)
+
+
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -37,7 +37,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from draftkit.models.adapter import Adapter, Head, additive
-from draftkit.models.attention import attention
+from draftkit.models.attention import attention, unrolled_attention
 from draftkit.models.cache import SlotCache
 from draftkit.models.parallel import Chains, Packing, declare, parallel_of
 from draftkit.models.shrink import layer_count, layer_stack
@@ -459,26 +459,6 @@ class Eagle3Adapter(HeadAdapter):
 def _shifted(features: Tensor) -> Tensor:
     """The features [B, T, F] of the token before each; of the first its own, which nobody uses."""
     return torch.cat([features[:, :1], features[:, :-1]], 1)
-
-
-def unrolled_attention(
-    query: Tensor, keys: list[Tensor], values: list[Tensor], *, mask: Tensor
-) -> Tensor:
-    """What each index attends to at a later step: [B, T, N, D] of `query` [B, N, T, D].
-
-    keys, values: [B, G, T, D] of all steps so far. Of the first step those that `mask` [B or 1, 1,
-    T, T] leaves, of each later one the key of the index itself.
-    """
-    (_, heads, tokens, size), shared = query.shape, keys[0].shape[1]
-    grouped = (query * size**-0.5).unflatten(1, (shared, heads // shared))
-    first = grouped.flatten(2, 3) @ keys[0].transpose(-1, -2)
-    scores = first.unflatten(2, (-1, tokens)) + mask[:, :, None].to(first.dtype)
-    own = [(grouped * key[:, :, None]).sum(-1, keepdim=True) for key in keys[1:]]
-    weights = torch.cat([scores, *own], -1).softmax(-1)
-    mixed = (weights[..., :tokens].flatten(2, 3) @ values[0]).unflatten(2, (-1, tokens))
-    for step, value in enumerate(values[1:], tokens):
-        mixed = mixed + weights[..., step : step + 1] * value[:, :, None]
-    return mixed.flatten(1, 2).transpose(1, 2)
 
 
 def adapted(model: HeadModel, *, target: Adapter, blocks: int) -> HeadAdapter:

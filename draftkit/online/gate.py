@@ -23,7 +23,7 @@ from torch import Tensor
 
 from draftkit.config.service import LEAST_PROMPTS
 from draftkit.data.rollouts import Record
-from draftkit.evaluation.alpha import PromptTotals, by_place, score_contexts, score_stored
+from draftkit.evaluation.alpha import PromptTotals, is_chained, score_contexts, score_stored
 from draftkit.evaluation.report import signed
 from draftkit.models.adapter import Adapter
 from draftkit.theory.acceptance import Estimate, gain_p_value
@@ -73,7 +73,7 @@ class Judge:
     @property
     def measure(self) -> str:
         """What its sums are of."""
-        return "tokens a pass" if by_place(self.draft) else "alpha"
+        return "tokens a pass" if is_chained(self.draft) else "alpha"
 
     def can_score(self, record: Record) -> bool:
         """Whether what is known of `record` suffices."""
@@ -89,7 +89,7 @@ class Judge:
             scored = score_stored(self.draft, records, **options)[0]
         else:
             scored = score_contexts(self.target, self.draft, records, **options)
-        if by_place(self.draft):
+        if is_chained(self.draft):
             rounds = scored.tokens_a_pass(self.acceptance, self.draft.blocks)
             return PromptTotals({"alpha": rounds.totals}, rounds.counts, documents=rounds.documents)
         return replace(scored, totals={"alpha": scored.totals[self.acceptance]}, shares={})

@@ -26,7 +26,7 @@ from draftkit.data.rollouts import Record, document_of
 from draftkit.distillation.batch import Batch, collate
 from draftkit.distillation.checkpoint import load_checkpoint, save_checkpoint
 from draftkit.distillation.trainer import Trainer
-from draftkit.evaluation.alpha import PromptTotals, by_place
+from draftkit.evaluation.alpha import PromptTotals, is_chained
 from draftkit.models.lora import merged_weights
 from draftkit.online.buffer import Buffer
 from draftkit.online.gate import Judge, Verdict, judge, judge_served
@@ -353,7 +353,7 @@ class Refit:
         before = self.judge.score(earlier, fresh)
         now = self.judge.score(self.registry.read(base), fresh)
         lengths = [before.alpha.mean, now.alpha.mean]
-        if not by_place(self.judge.draft):
+        if not is_chained(self.judge.draft):
             lengths = [expected_tokens(alpha, self.gamma) for alpha in lengths]
         self.state["growth"][base.name] = lengths[1] / lengths[0]
         self.state["alphas"][base.name] = now.alpha.as_dict()

@@ -23,6 +23,7 @@ from draftkit.models import heads
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.heads import EAGLE3, MEDUSA, head_config, layers_read, new_head
 from draftkit.models.parallel import Chains, chains
+from draftkit.models.streams import Streams
 from tests import tiny
 from tests.theory.mutants import mutate
 
@@ -298,6 +299,16 @@ def test_the_streams_of_every_family_are_its_hidden_states(architecture: str) ->
         states = target.model(input_ids=tokens, output_hidden_states=True).hidden_states
     expected = torch.cat([states[layer] for layer in (*layers, 8)], -1)
     assert torch.equal(features, expected)
+
+
+def test_passes_that_ask_for_no_stream_keep_none() -> None:
+    target = target_of(torch.float32)
+    streams, tokens = Streams(target.model), tiny.tokens()
+    streams.open((2,))
+    target.model(input_ids=tokens)
+    assert streams.close().keys() == {2}
+    target.model(input_ids=tokens)
+    assert streams.close() == {}
 
 
 def test_a_head_begins_with_the_targets_own_weights() -> None:

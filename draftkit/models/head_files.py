@@ -68,6 +68,12 @@ def load_head(
     where = f"draft.path {model.path}"
     check_head(where, config, target.model.config)
     weights = _weights(model, where)
+    shared: Any = target.model.get_input_embeddings()
+    if EMBEDDINGS not in weights and config.hidden_size != shared.weight.shape[1]:
+        raise ValueError(
+            f"{where}: it lacks {EMBEDDINGS}, and is {config.hidden_size} wide where those of the "
+            f"target are {shared.weight.shape[1]}: give a whole folder of a head"
+        )
     made: Any = head_class(config)
     head: Any = made._from_config(config, dtype=dtype)
     own = weights.pop(EMBEDDINGS, None)
@@ -75,6 +81,8 @@ def load_head(
         outputs: Any = target.model.get_output_embeddings()
         weights["lm_head.weight"] = outputs.weight
     expected = head.state_dict()
+    if "d2t" not in expected and not weights.get("d2t", torch.ones(1)).any():
+        del weights["d2t"]  # all ids, each as itself
     for name in sorted(expected.keys() | weights.keys()):
         if name not in weights or name not in expected:
             fault = "lacks" if name in expected else "has, beyond those of an EAGLE-3 head,"
@@ -84,7 +92,6 @@ def load_head(
             raise ValueError(f"{where}: {name} is {shapes}: give a head of this target")
     head.load_state_dict(weights)
     head = head.to(target.device).eval()
-    shared: Any = target.model.get_input_embeddings()
     if own is not None and not torch.equal(own.to(shared.weight), shared.weight):
         rows = own.to(target.device, shared.weight.dtype)
         head.embed_tokens = nn.Embedding.from_pretrained(rows, freeze=True)
@@ -127,6 +134,8 @@ def check_head(where: str, config: Any, target: PreTrainedConfig) -> None:
                 f"{where}: {name} is {own} and the target's {needed}: it is a head of another "
                 "target"
             )
+    if getattr(config, "draft_vocab_size", None) is None:
+        config.draft_vocab_size = config.vocab_size
     if not 0 < config.draft_vocab_size <= config.vocab_size:
         raise ValueError(
             f"{where}: draft_vocab_size is {config.draft_vocab_size}, of {config.vocab_size} ids"

@@ -181,6 +181,9 @@ class MedusaHeads(HeadModel):
 
 
 HEAD_MODELS = {one.__name__: one for one in (LlamaForCausalLMEagle3, MedusaHeads)}
+HEAD_MODELS |= dict.fromkeys(  # names that other trainers write
+    ("Eagle3LlamaForCausalLM", "PEagleDraftModel", "PeagleLlamaForCausalLM"), LlamaForCausalLMEagle3
+)
 
 
 def head_class(config: PreTrainedConfig) -> type[HeadModel] | None:

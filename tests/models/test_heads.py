@@ -184,7 +184,9 @@ MUTANTS = {
     "what was rejected stays": broken(proposers, "text = view.group.most + 1  # ", "text = 2  # "),
     "positions of later steps": broken(heads, "(index + step)[None]", "index[None]"),
     "tokens of later steps": broken(heads, "functional.pad(tokens[:, step:], (0, step))", "tokens"),
-    "slot 0 is seen in decoding": broken(heads, " & (slots > 0)", ""),
+    "slot 0 is seen in decoding": broken(
+        heads, "seen = seen & (torch.arange(cache.visible, device=positions.device) > 0)", "pass"
+    ),
 }
 
 

@@ -135,8 +135,8 @@ def unrolled_attention(
 ) -> Tensor:
     """What each index attends to at a later step: [B, T, N, D] of `query` [B, N, T, D].
 
-    keys, values: [B, G, T, D] of all steps so far. Of the first step those that `mask` [B or 1, 1,
-    T, T] leaves, of each later one the key of the index itself.
+    keys, values: of all steps so far. Of the first [B, G, C, D] those that `mask` [B or 1, 1, T, C]
+    leaves, of each later one [B, G, T, D] the key of the index itself.
     """
     (_, heads, tokens, size), shared = query.shape, keys[0].shape[1]
     grouped = (query * size**-0.5).unflatten(1, (shared, heads // shared))
@@ -144,8 +144,9 @@ def unrolled_attention(
     scores = first.unflatten(2, (-1, tokens)) + mask[:, :, None].to(first.dtype)
     own = [(grouped * key[:, :, None]).sum(-1, keepdim=True) for key in keys[1:]]
     weights = torch.cat([scores, *own], -1).softmax(-1)
-    mixed = (weights[..., :tokens].flatten(2, 3) @ values[0]).unflatten(2, (-1, tokens))
-    for step, value in enumerate(values[1:], tokens):
+    seen = keys[0].shape[2]
+    mixed = (weights[..., :seen].flatten(2, 3) @ values[0]).unflatten(2, (-1, tokens))
+    for step, value in enumerate(values[1:], seen):
         mixed = mixed + weights[..., step : step + 1] * value[:, :, None]
     return mixed.flatten(1, 2).transpose(1, 2)
 

@@ -406,14 +406,17 @@ class Eagle3Adapter(HeadAdapter):
         if entries.packing is not None:
             states = self._packed(entries.tokens, entries.packing, features)
             return model.norm(states[entries.keep])
-        unrolled = self._unrolled(entries.tokens, features, len(entries.keep))
-        kept = [state[keep] for state, keep in zip(unrolled, entries.keep, strict=True)]
-        return model.norm(torch.cat(kept))
+        return model.norm(torch.cat([*self._unrolled(entries.tokens, features, entries.keep)]))
 
-    def _unrolled(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
-        """The states a [B, T, H] of each step."""
+    def _unrolled(self, tokens: Tensor, features: Tensor, keep: Tensor) -> Iterator[Tensor]:
+        """The states a of the entries of each step. keep: [S, B, T].
+
+        Later steps are run on the columns alone in which a chain begins: prompts have none.
+        """
         hidden = self.project(_shifted(features))
         index = torch.arange(tokens.shape[1], device=tokens.device)
+        begins = keep[0].any(0).nonzero()
+        span = slice(int(begins.min()), int(begins.max()) + 1) if len(begins) else slice(0, 1)
         seen = (index[:, None] >= index) & (index > 0)
         mask = additive(seen[None, None], hidden.dtype)
         keys: list[Tensor] = []
@@ -424,12 +427,14 @@ class Eagle3Adapter(HeadAdapter):
             values.append(value)
             if len(keys) == 1:
                 return self._attention(query, key, value, mask)
-            return unrolled_attention(query, keys, values, mask=mask)
+            return unrolled_attention(query, keys, values, mask=mask[:, :, span])
 
-        for step in range(steps):
+        for step, kept in enumerate(keep):
             read = functional.pad(tokens[:, step:], (0, step))
-            hidden = self._layer(read, hidden, (index + step)[None], attend)
-            yield hidden
+            columns = span if step else slice(None)
+            hidden = self._layer(read[:, columns], hidden, (index + step)[None, columns], attend)
+            yield hidden[kept[:, columns]]
+            hidden = hidden if step else hidden[:, span]
 
     def _packed(self, tokens: Tensor, packing: Packing, features: Tensor) -> Tensor:
         """The states [B, L, H] of rows with the masks of their chains (`parallel.chains`)."""

@@ -40,7 +40,7 @@ GROUPS = ["target", "draft", "data", "divergence", "source", "optim", "hardware"
 
 def selected(content: dict[str, Any]) -> dict[str, str]:
     """The groups that an experiment overrides."""
-    entries = [entry for entry in content.get("defaults", []) if entry != "_self_"]
+    entries = [entry for entry in content.get("defaults", []) if isinstance(entry, dict)]
     pairs = [pair for entry in entries for pair in entry.items()]
     return {key.removeprefix("override /"): option for key, option in pairs}
 
@@ -212,7 +212,7 @@ def test_an_experiment_opens_with_purpose_command_time_and_result(path: Path) ->
     command, stage, name = commands[0]
     assert name == path.stem == read(path)["name"]
     benchmarks = ("benchmarks.decoder", "benchmarks.training", "benchmarks.drift")
-    scripts = (*benchmarks, "experiments.serve_and_refit")
+    scripts = (*benchmarks, "experiments.serve_and_refit", "experiments.kinds")
     assert stage in ("distill", "evaluate", "serve", *scripts)
     given = [word for word in overrides(path) if ".path=" in word]
     assert [word.split("=")[0] for word in command.split()[4:]] == [
@@ -232,7 +232,7 @@ def test_an_experiment_holds_deltas_only(path: Path) -> None:
     assert set(leaves(content)) == changed
 
 
-SERVED_AS_THE_MODEL_SAYS = ["evaluate_pair", "pair", "qwen3_chat", "serve_pair"]
+SERVED_AS_THE_MODEL_SAYS = ["evaluate_pair", "pair", "qwen3_chat", "qwen3_eagle3", "serve_pair"]
 
 
 def test_real_pairs_are_served_as_their_target_says_and_toys_as_the_settings_say() -> None:
@@ -293,6 +293,15 @@ def test_a_drafter_that_is_given_is_not_made() -> None:
     assert compose_config(["draft.path=null"]).draft.shrink.layers == [0]
     with pytest.raises(ValueError, match=r"draft\.shrink\.layers must be 0 where draft\.path"):
         compose_config(["draft.path=some/draft", "draft.shrink.layers=[0]"])
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda path: path.stem)
+def test_a_kind_of_drafter_is_chosen_by_one_word_over_any_experiment(experiment: Path) -> None:
+    """No experiment says by settings of its own what kind a drafter is, or how it is cut."""
+    given = [word for word in overrides(experiment) if not word.startswith("draft.path=")]
+    made = composed(*given, "draft=peagle")
+    told = [made[f"draft.{key}"] for key in ("path", "kind", "shrink.layers", "head.parallel")]
+    assert told == [None, "eagle3", [], True]
 
 
 @pytest.mark.parametrize("word", ["={enable_thinking: false}", ".enable_thinking=false"])

@@ -28,8 +28,11 @@ from draftkit.decoding.proposers import (
 )
 from draftkit.decoding.round import RoundInputs
 from draftkit.decoding.state import DecodeState, Request, RoundView, make_group
+from draftkit.models.adapter import Adapter, CausalAdapter
 from draftkit.models.cache import visible_slots
+from draftkit.models.heads import EAGLE3, MEDUSA, adapted, head_config, new_head
 from draftkit.theory import noise
+from tests import tiny
 from tests.decoding.checks import served
 from tests.tabular import TabularAdapter, random_adapter, relative
 
@@ -138,6 +141,28 @@ class Answer:
         of_tokens = (result.target_log_probs, result.log_sum_exp, result.served_log_sum_exp)
         numbers = [result.acceptance[row, :drafted], *(part[row, :emitted] for part in of_tokens)]
         self.numbers.append(torch.cat([part.double() for part in numbers]))
+
+
+def head(kind: str, *, draft_ids: int = tiny.VOCAB_SIZE) -> tuple[CausalAdapter, Adapter]:
+    """A target of seven layers, and a head of random weights that is right now and then.
+
+    It proposes the first `draft_ids` ids.
+    """
+    base = tiny.model("llama", **SMALL | {"num_hidden_layers": 7})
+    target = CausalAdapter(base, vocab_size=tiny.VOCAB_SIZE)
+    more = {"medusa_heads": 3} if kind == MEDUSA else {}
+    if kind == "p-eagle":
+        more = {"pard_token": tiny.VOCAB_SIZE - 1, "pard_k": 3}
+    name = EAGLE3 if kind == "p-eagle" else kind
+    config = head_config(base.config, name, draft_ids=draft_ids, **more)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        made = new_head(
+            base, config, torch.arange(draft_ids) if draft_ids < tiny.VOCAB_SIZE else None
+        )
+        for weight in made.parameters():
+            weight.data.add_(0.1 * torch.randn_like(weight))
+    return target, adapted(made.eval(), target=target, blocks=3)
 
 
 def drive(

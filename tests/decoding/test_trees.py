@@ -18,8 +18,8 @@ from draftkit.decoding.gamma import AdaptiveGamma
 from draftkit.decoding.proposers import DraftModelProposer, HeadProposer, ParallelProposer, drafting
 from draftkit.decoding.round import RoundInputs, propose
 from draftkit.decoding.trees import MOST_NODES, Tree, chosen_tree, tree_of
-from draftkit.models.adapter import Adapter, CausalAdapter
-from draftkit.models.heads import EAGLE3, MEDUSA, adapted, head_config, new_head
+from draftkit.models.adapter import CausalAdapter
+from draftkit.models.heads import EAGLE3, MEDUSA
 from tests import tiny
 from tests.decoding.checks import (
     ALL,
@@ -41,6 +41,7 @@ from tests.decoding.driving import (
     Schedule,
     assert_same,
     drive,
+    head,
     request,
     strict_compiler,
 )
@@ -327,23 +328,6 @@ def test_what_cannot_verify_a_tree_refuses_it() -> None:
 
 
 # Heads on the target's hidden states
-
-
-def head(kind: str) -> tuple[CausalAdapter, Adapter]:
-    """A target of seven layers, and a head of random weights that is right now and then."""
-    base = tiny.model("llama", **SMALL | {"num_hidden_layers": 7})
-    target = CausalAdapter(base, vocab_size=tiny.VOCAB_SIZE)
-    more = {"medusa_heads": 3} if kind == MEDUSA else {}
-    if kind == "p-eagle":
-        more = {"pard_token": tiny.VOCAB_SIZE - 1, "pard_k": 3}
-    name = EAGLE3 if kind == "p-eagle" else kind
-    config = head_config(base.config, name, draft_ids=tiny.VOCAB_SIZE, **more)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        made = new_head(base, config, None)
-        for weight in made.parameters():
-            weight.data.add_(0.1 * torch.randn_like(weight))
-    return target, adapted(made.eval(), target=target, blocks=3)
 
 
 def said(

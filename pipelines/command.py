@@ -38,7 +38,7 @@ DRY = ("distill", "evaluate", "generate", "export", "check")  # what takes `limi
 OVERRIDE = re.compile(r"[^-].*=|~")  # a word that is neither an option nor its value
 
 
-def _guard(name: str, call: Callable[[], Any], *, raw: bool) -> None:
+def guarded(name: str, call: Callable[[], Any], *, raw: bool = False) -> None:
     """Run `call`; end the process with one line for what the user can put right."""
     try:
         call()
@@ -80,12 +80,12 @@ def run_command(name: str, launch: Callable[[Config], Any]) -> None:
                 say(f"{name}: sweep job {label}")
             launch(replace(config, job=label or None))
 
-        _guard(name, checked, raw=raw)
+        guarded(name, checked, raw=raw)
 
     job.__module__ = f"{__package__}.{name}"  # Hydra names the job after it
     decorate = hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us whole, to be told in one line
-    _guard(name, decorate(job), raw=raw)
+    guarded(name, decorate(job), raw=raw)
 
 
 def launch(stage: Stage, config: Config) -> dict[str, Any]:

@@ -44,6 +44,12 @@ def table_of(columns: Sequence[str], title: str = "", caption: str = "") -> Tabl
     return table
 
 
+def markdown(*rows: Sequence[object]) -> str:
+    """A table of a document, its head first."""
+    lines = [f"| {' | '.join(map(str, row))} |" for row in rows]
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:], ""])
+
+
 def ranking_table(ranking: Ranking) -> Table:
     """The first runs, with what decides beside that of the very first."""
     table = table_of(

@@ -36,6 +36,7 @@ from ..contexts import read_contexts
 from ..evaluate import TIMING, TRACE
 from ..plan import CONTEXTS, EVALUATE, PREPARE, TRAIN
 from ..product import SUMMARY, Stage
+from ..sheet import markdown
 from ..stage import ensure
 from .decoder import HF_ASSISTED, HF_PLAIN, PLAIN, SPECULATIVE, measure
 
@@ -134,11 +135,7 @@ def speedups(judged: dict[str, Any]) -> list[str]:
 
 def show(*rows: Sequence[object]) -> None:
     """Print a Markdown table, its head first."""
-    for index, row in enumerate(rows):
-        print(f"| {' | '.join(map(str, row))} |")
-        if index == 0:
-            print("|" + "---|" * len(row))
-    print(flush=True)
+    print(markdown(*rows), flush=True)
 
 
 def calls(folder: Path, way: str) -> list[tuple[str, float]]:

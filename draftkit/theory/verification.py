@@ -221,8 +221,8 @@ def typical_verification(
     Shapes as in `speculative_sampling`.
     """
     bound = typical_bound(target_probs=target_probs, epsilon=epsilon)[:, :-1]
-    passes = _of_tokens(promote(target_probs), draft_tokens) > bound
-    accepted = _leading(passes & _up_to(_lengths(draft_tokens, lengths), draft_tokens.shape[1]))
+    proposed = _up_to(_lengths(draft_tokens, lengths), draft_tokens.shape[1])
+    accepted = _leading((_of_tokens(promote(target_probs), draft_tokens) > bound) & proposed)
     return Verification(accepted, _at(target_probs, accepted).argmax(-1))
 
 

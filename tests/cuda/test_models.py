@@ -63,7 +63,7 @@ def test_a_packed_step_has_a_finite_gradient(chosen: torch.device) -> None:
     segments = torch.tensor([1] * 96 + [2] * 96, device=chosen).expand(2, 192)
     keep = torch.ones_like(tokens, dtype=torch.bool)
     with torch.autocast(chosen.type, torch.bfloat16):
-        states = adapter(tokens, keep, Packing(places, segments))
+        states = adapter.states(tokens, keep, Packing(places, segments))
     states.float().square().mean().backward()
     gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
     assert len(gradients) > 10

@@ -20,6 +20,7 @@ from transformers import (
 
 from draftkit.models.adapter import CausalAdapter, Packing
 from draftkit.models.cache import SlotCache
+from draftkit.models.parallel import Chains
 from tests import tiny
 
 # Weights and attention are float64, but models compute norms and rotations in float32.
@@ -80,7 +81,8 @@ def test_scores_of_kept_positions_equal_the_model_whatever_lies_to_the_right(
     ]
     torch.testing.assert_close(scores, torch.cat(expected), atol=ATOL, rtol=0)
     states = adapter.states(padded, keep)
-    assert torch.equal(adapter(padded, keep), states)  # what data-parallel wrappers call
+    none = tokens.new_zeros(0)  # what data-parallel wrappers call
+    assert torch.equal(adapter(Chains(padded, keep, None, none, none)), states)
     assert (adapter.head is None) == (architecture == "gemma2")  # its logits are soft-capped
 
 

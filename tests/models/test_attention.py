@@ -219,7 +219,7 @@ def test_a_model_learns_the_same_and_scores_as_before(
     def gradient() -> Tensor:
         model.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
-            states = adapter(tokens, KEEP, packing)
+            states = adapter.states(tokens, KEEP, packing)
         (states.float() ** 2).sum().backward()
         return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 

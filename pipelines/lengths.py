@@ -17,7 +17,8 @@ def shared_context(config: Config) -> int:
     whole = context_of(model_config(target))
     if draft.path is not None:
         return min(whole, context_of(model_config(draft)))
-    return whole if draft.shrink.layers else min(whole, CONTEXT)
+    of_target = draft.is_head or draft.shrink.layers
+    return whole if of_target else min(whole, CONTEXT)
 
 
 def lengths_of(config: Config) -> Lengths:

@@ -37,10 +37,13 @@ TARGETS = {  # the settings of each
     "smollm2_135m": ("generate.top_k=64", "draft.head.vocabulary=8192"),
     "embedded": (
         *("data=corpus", "generate.rollouts=3072", "evaluate.max_new_tokens=64"),
-        *("optim.learning_rate=3e-3", "optim.per_device_train_batch_size=16"),
+        "optim.per_device_train_batch_size=16",
     ),
 }
-CUT = {"smollm2_135m": "draft=pard", "embedded": "draft=embedded"}  # of which two kinds are made
+CUT = {  # how two of the kinds begin, and learn
+    "smollm2_135m": ("draft=pard", "optim.learning_rate=1e-3"),
+    "embedded": ("draft=embedded", "optim.learning_rate=3e-3"),
+}
 # As many steps as take 20 minutes of SmolLM2's answers and 3 of the embedded target's on two cores
 # of an AMD EPYC. The tables say how long each took.
 STEPS = {
@@ -136,7 +139,7 @@ def learning(target: str, kind: str) -> list[str]:
     steps = STEPS[kind][target]
     if kind in ("plain", "pard"):
         warmup = f"divergence.warmup_steps={round(FORWARD_KL * steps)}"
-        own = [CUT[target], f"draft.kind={kind}", "divergence.name=tvd", warmup]
+        own = [*CUT[target], f"draft.kind={kind}", "divergence.name=tvd", warmup]
     else:
         own = [f"draft={kind}"]
         own += ["generate.hidden_states=true"] * ("generate.top_k=64" in TARGETS[target])

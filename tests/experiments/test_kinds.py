@@ -1,5 +1,6 @@
 """The table of kinds: each learns as its settings say, and its numbers stand in the right row."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,10 @@ from pipelines.experiments.kinds import (
     run,
     tables,
 )
+from pipelines.lengths import lengths_of
+from pipelines.plan import GENERATE
+from pipelines.product import plan
+from tests import tiny
 
 
 @pytest.mark.parametrize("kind", STEPS)
@@ -28,6 +33,21 @@ def test_a_kind_is_what_its_settings_make_and_learns_from_the_targets_answers(ki
     real = compose_settings([EXPERIMENT, *TARGETS["smollm2_135m"], *learning("smollm2_135m", kind)])
     assert real.draft.kind == expected
     assert real.generate.hidden_states == made.draft.is_head
+
+
+def test_all_kinds_learn_from_the_same_texts(tmp_path: Path) -> None:
+    """Of a target whose context is longer than what a drafter made from nothing would have."""
+    tiny.model(max_position_embeddings=1024, num_hidden_layers=7).save_pretrained(tmp_path)
+    own = (f"target.path={tmp_path}", "data.max_length=1024", f"root={tmp_path}")
+    made = [
+        plan(
+            GENERATE,
+            compose_config([EXPERIMENT, *TARGETS["embedded"], *learning("embedded", kind), *own]),
+        )
+        for kind in STEPS
+    ]
+    assert len({one.address for one in made}) == 1
+    assert {lengths_of(one.config).window for one in made} == {1024}
 
 
 def estimate(mean: float) -> dict[str, Any]:

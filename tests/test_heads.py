@@ -117,7 +117,7 @@ def test_every_source_trains_it(root: Path, kind: str, source: str) -> None:
     assert lines[-1]["loss"] < lines[0]["loss"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
 def test_hidden_states_that_are_stored_teach_like_those_of_a_pass(
     tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

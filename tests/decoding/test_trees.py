@@ -141,9 +141,13 @@ def uniforms_of(setting: Setting, text: tuple[int, ...], words: Sequence[int]) -
     return found
 
 
-@pytest.mark.parametrize("sampling", [PLAIN, PENALTY], ids=["plain", "penalty"])
+@pytest.mark.parametrize(
+    ("sampling", "step"),
+    [(PLAIN, 24), (PENALTY, 24), pytest.param(PLAIN, 1, marks=pytest.mark.soak)],
+    ids=["some", "some, with a penalty", "all"],
+)
 def test_every_tree_of_depth_two_says_what_the_target_says_in_two_rounds(
-    sampling: SamplingConfig,
+    sampling: SamplingConfig, step: int
 ) -> None:
     """Each number that a round draws stands for a token of the target: 27 triples, twice.
 
@@ -159,7 +163,7 @@ def test_every_tree_of_depth_two_says_what_the_target_says_in_two_rounds(
     }
     trees = [*every_tree()]
     assert len(trees) == 721
-    for tree in trees[:: 1 if sampling == PLAIN else 24]:
+    for tree in trees[::step]:
         made = build(
             Parts(proposer=lambda draft, tree=tree: ParallelProposer(with_masks(draft), tree=tree)),
             [setting.request(0, ())],

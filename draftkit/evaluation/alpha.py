@@ -27,6 +27,7 @@ from draftkit.config import Config, SamplingConfig
 from draftkit.data.rollouts import Record, document_of
 from draftkit.decoding.generation import Completion
 from draftkit.models.adapter import Adapter
+from draftkit.models.heads import MedusaAdapter
 from draftkit.models.parallel import Chains, chains
 from draftkit.theory.acceptance import (
     LEAST_UNITS,
@@ -329,6 +330,8 @@ def _chained(
     """
     count = len(context.output_ids)
     blocks = min(blocks or draft.blocks, count)
+    if isinstance(draft, MedusaAdapter):  # which has no more heads than it was trained with
+        blocks = min(blocks, draft.blocks)
     tokens, keep = padded([context.prompt_ids], [context.output_ids], draft.device)
     if features is not None:
         features = features[:, : tokens.shape[1]]

@@ -44,14 +44,14 @@ CUT = {  # how two of the kinds begin, and learn
     "smollm2_135m": ("draft=pard", "optim.learning_rate=1e-3"),
     "embedded": ("draft=embedded", "optim.learning_rate=3e-3"),
 }
-# As many steps as take 20 minutes of SmolLM2's answers and 3 of the embedded target's on two cores
-# of an AMD EPYC. The tables say how long each took.
+# As many steps as take about 20 minutes on SmolLM2's answers and 3 on the embedded target's, on two
+# cores of an AMD EPYC: by the processor time of a few of each kind. The tables say what they took.
 STEPS = {
-    "plain": {"smollm2_135m": 2400, "embedded": 1200},
-    "pard": {"smollm2_135m": 1200, "embedded": 600},
-    "eagle3": {"smollm2_135m": 2400, "embedded": 600},
-    "peagle": {"smollm2_135m": 1200, "embedded": 600},
-    "medusa": {"smollm2_135m": 2400, "embedded": 600},
+    "plain": {"smollm2_135m": 2400, "embedded": 1050},
+    "pard": {"smollm2_135m": 1200, "embedded": 580},
+    "eagle3": {"smollm2_135m": 1700, "embedded": 400},
+    "peagle": {"smollm2_135m": 1600, "embedded": 370},
+    "medusa": {"smollm2_135m": 1700, "embedded": 360},
 }
 FORWARD_KL = 0.7  # share of the steps, before TVD, of what is cut out of the target
 NAMES = {"plain": "plain", "pard": "PARD", "eagle3": "EAGLE-3", "peagle": "P-EAGLE"}

@@ -12,6 +12,7 @@ from draftkit.distillation.scores import stored_scores
 from draftkit.evaluation import alpha
 from draftkit.evaluation.alpha import score_drafts, score_stored
 from draftkit.models.adapter import CausalAdapter
+from draftkit.models.heads import MEDUSA
 from draftkit.models.parallel import Parallel, declare
 from draftkit.theory.acceptance import (
     Rate,
@@ -22,6 +23,7 @@ from draftkit.theory.acceptance import (
 )
 from draftkit.theory.warping import SamplingParams, warp
 from tests import tiny
+from tests.decoding.driving import head
 from tests.records import records_of
 
 MASK, BLOCKS = 250, 4
@@ -149,3 +151,19 @@ def test_stored_scores_that_hold_all_give_the_same_tokens_a_pass_on_average() ->
     lengths = [estimate(one.tokens_a_pass("alpha", BLOCKS)) for one in (scored, whole)]
     assert lengths[0].mean == pytest.approx(lengths[1].mean, abs=lengths[1].high - lengths[1].low)
     assert scored.alpha.mean == pytest.approx(whole.alpha.mean, abs=1e-4)
+
+
+def test_what_medusa_has_no_head_for_counts_as_refused() -> None:
+    """As its proposer, which proposes as many tokens as it has heads."""
+    (target, draft), sampling = head(MEDUSA), SAMPLINGS["plain"]
+    scored = score_drafts(
+        target,
+        {"draft": draft},
+        contexts_of(target, sampling, 2),
+        sampling=sampling,
+        batch_size=2,
+        blocks=5,
+    )["draft"]
+    three, five = (scored.tokens_a_pass("alpha", gamma).mean for gamma in (3, 5))
+    assert three == pytest.approx(five)
+    assert three > 1

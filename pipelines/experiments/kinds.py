@@ -37,7 +37,7 @@ TARGETS = {  # the settings of each
     "smollm2_135m": ("generate.top_k=64", "draft.head.vocabulary=8192"),
     "embedded": (
         *("data=corpus", "generate.rollouts=3072", "evaluate.max_new_tokens=64"),
-        "optim.per_device_train_batch_size=16",
+        *("optim.per_device_train_batch_size=16", "optim.eval_steps=100"),
     ),
 }
 CUT = {  # how two of the kinds begin, and learn
@@ -151,7 +151,9 @@ def judge(target: str, kind: str, words: Sequence[str]) -> Judged:
 
     def config(label: str, *own: str) -> Config:
         settings = [EXPERIMENT, f"target={target}", *TARGETS[target], *own, *words]
-        return replace(compose_config(settings), job=f"{target},{kind},{label}")
+        made = compose_config(settings)
+        name = made.name if label == ALONE else f"{made.name}_{label}"
+        return replace(made, name=name, job=f"{target},{kind}")
 
     trained = alone(TRAIN.name, config(ALONE, *learning(target, kind)))
     given = (f"draft.path={trained / DRAFT}", "evaluate.draft=given")

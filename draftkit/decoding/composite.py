@@ -13,6 +13,7 @@ Shapes: B rows, L tokens a row can hold, K proposed tokens (gamma), W guesses a 
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,18 +44,8 @@ class Composite(Proposer):
     def encode(self, tokens: Tensor, *, lengths: Tensor, rows: Tensor) -> None:
         self.model.encode(tokens, lengths=lengths, rows=rows)
 
-    def prefill(
-        self,
-        tokens: Tensor,
-        *,
-        positions: Tensor,
-        rows: Tensor,
-        visible: int,
-        features: Tensor | None = None,
-    ) -> None:
-        self.model.prefill(
-            tokens, positions=positions, rows=rows, visible=visible, features=features
-        )
+    def prefill(self, tokens: Tensor, **given: Any) -> None:
+        self.model.prefill(tokens, **given)
 
     def weights(self) -> dict[str, Tensor]:
         return self.model.weights()

@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from draftkit.data.prompts import Example
 from draftkit.data.rollouts import Record
-from draftkit.models.parallel import Chains, Parallel, chains, depths
+from draftkit.models.parallel import Chains, Parallel, chains, depths, unrolled
 
 _OPTIONAL = {  # of `TokenSequence` and `Batch` alike
     "rejected": torch.bool,
@@ -130,23 +129,12 @@ class Batch:
         """The rows as a head learns on them (`models.heads`).
 
         Chains of `steps` begin at every predicting token, of drafted blocks where they were drawn.
-        The first token of a text has no features before it.
         """
-        predicting = self.predicting
-        number = predicting.flatten().cumsum(0).view_as(self.input_ids) - 1
-        begins = predicting.clone()
-        begins[:, 0] = False
+        begins = predicting = self.predicting
         if self.block_offset is not None:
+            begins = predicting.clone()
             begins[:, :-1] &= self.block_offset[:, 1:] == 0
-        keep, predicted = [], []
-        for step in range(steps):
-            inside = functional.pad(predicting[:, step:], (0, step)) & begins
-            keep.append(inside)
-            predicted.append(functional.pad(number[:, step:], (0, step))[inside])
-        blocks = [torch.full_like(part, step) for step, part in enumerate(predicted)]
-        return Chains(
-            self.input_ids, torch.stack(keep), None, torch.cat(predicted), torch.cat(blocks)
-        )
+        return unrolled(self.input_ids, predicting, steps, begins)
 
     def chains(
         self, parallel: Parallel, decay: float, generator: torch.Generator, *, heads: bool = False

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from draftkit.config import Config, SamplingConfig
@@ -28,7 +27,7 @@ from draftkit.data.rollouts import Record, document_of
 from draftkit.decoding.generation import Completion
 from draftkit.models.adapter import Adapter
 from draftkit.models.heads import MedusaAdapter
-from draftkit.models.parallel import Chains, chains
+from draftkit.models.parallel import chains, unrolled
 from draftkit.theory.acceptance import (
     LEAST_UNITS,
     MODES,
@@ -336,7 +335,7 @@ def _chained(
     if features is not None:
         features = features[:, : tokens.shape[1]]
     if draft.parallel is None:
-        rows = _unrolled(tokens, keep, blocks)
+        rows = unrolled(tokens, keep, blocks, keep)
         parts = draft(rows, features).split([int(part.sum()) for part in rows.keep])
     else:
         parts = _in_one_pass(draft, context, tokens, keep, blocks, features)
@@ -349,15 +348,6 @@ def _chained(
         for law in laws:
             law[:lacking] = 0
         yield laws
-
-
-def _unrolled(tokens: Tensor, keep: Tensor, blocks: int) -> Chains:
-    """The entries of a head on a text [1, T], of which the outputs are predicted where `keep`."""
-    begins = keep.clone()
-    begins[:, 0] = False
-    ahead = [functional.pad(keep[:, block:], (0, block)) & begins for block in range(blocks)]
-    none = tokens.new_zeros(0)
-    return Chains(tokens, torch.stack(ahead), None, none, none)
 
 
 def _in_one_pass(

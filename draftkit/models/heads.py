@@ -36,13 +36,14 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
+from draftkit.config.text import HEADS
 from draftkit.models.adapter import Adapter, Head, additive
 from draftkit.models.attention import attention, unrolled_attention
 from draftkit.models.cache import SlotCache
 from draftkit.models.parallel import Chains, Packing, declare, parallel_of
 from draftkit.models.shrink import layer_count, layer_stack
 
-EAGLE3, MEDUSA = "eagle3", "medusa"  # of `draft.kind`
+EAGLE3, MEDUSA = HEADS  # of `draft.kind`
 STEPS = "draftkit_steps"  # of config.json: proposals of a chain that a head was trained for
 FEWEST_LAYERS = 7  # of a target, lest two of the layers that are read be one
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # query, key, value: what is attended to

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 PLAIN, PARD = "plain", "pard"  # of `draft.kind`
@@ -135,6 +136,24 @@ def chains(tokens: Tensor, predicting: Tensor, depth: Tensor, *, token: int) -> 
         predicted[keep],
         blocks[keep],
     )
+
+
+def unrolled(tokens: Tensor, predicting: Tensor, steps: int, begins: Tensor) -> Chains:
+    """The rows `tokens` [B, T] with the entries of a head's chains of `steps` (`models.heads`).
+
+    predicting, begins: [B, T] bool, where logits predict a generated token, and where a chain of
+    them begins; never at the first token of a text, which has no features before it.
+    """
+    begins = begins.clone()
+    begins[:, 0] = False
+    number = predicting.flatten().cumsum(0).view_as(tokens) - 1
+    keep, predicted = [], []
+    for step in range(steps):
+        inside = functional.pad(predicting[:, step:], (0, step)) & begins
+        keep.append(inside)
+        predicted.append(functional.pad(number[:, step:], (0, step))[inside])
+    blocks = [torch.full_like(part, step) for step, part in enumerate(predicted)]
+    return Chains(tokens, torch.stack(keep), None, torch.cat(predicted), torch.cat(blocks))
 
 
 def free_id(

@@ -15,7 +15,10 @@ import pytest
 
 import draftkit
 from draftkit.artifacts import read_json
-from draftkit.config import Config, DecodeConfig
+from draftkit.config import Config, DecodeConfig, SamplingConfig
+from draftkit.decoding.generation import decode, make_requests
+from draftkit.decoding.proposers import drafting
+from draftkit.decoding.trees import usual_tree
 from pipelines.command import launch
 from pipelines.configuration import compose_config
 from pipelines.plan import DISTILL, TRAIN
@@ -26,6 +29,7 @@ pytestmark = pytest.mark.usefixtures("short_bursts")
 GOLDEN: dict[str, Any] = read_json(Path(__file__).with_name("golden.json"))
 STEPS, ANSWERS = 20, 16
 PARD = ("draft.kind=pard", "draft.pard.tokens=4", "name=pard")
+HEADS = ("eagle3", "peagle", "medusa")
 EACH_STEP = (f"optim.max_steps={STEPS}", "optim.eval_steps=10", "optim.logging_steps=1")
 HERE = ("tracker=none", "hardware.dtype=float32", "hardware.device=cpu", "hardware.threads=1")
 
@@ -98,15 +102,47 @@ def test_answers_are_the_same_tokens(finished: Path, root: Path) -> None:
     assert answers(root, finished / "distill" / "draft") == GOLDEN["smoke"]["answers"]
 
 
-def test_quickstart_learns_as_it_did(root: Path) -> None:
-    """On the embedded target, with the drafter that is cut out of it."""
-    given = ["+experiment=quickstart", "draft.kind=plain", f"root={root}", *texts_of(root)]
-    given += [*EACH_STEP, *HERE, "optim.per_device_train_batch_size=4", "draft.shrink.steps=4"]
+def embedded(root: Path, *overrides: str) -> Config:
+    """The quickstart, smaller, on that text."""
+    given = ["+experiment=quickstart", f"root={root}", *texts_of(root), *EACH_STEP, *HERE]
+    given += ["optim.per_device_train_batch_size=4"]
     given += ["evaluate.validation_prompts=6", "evaluate.prompts=6"]
     given += ["evaluate.max_new_tokens=16", "data.max_length=64", "data.prompt_tokens=16"]
-    folder = ensure(TRAIN, compose_config(given))
+    return compose_config([*given, *overrides])
+
+
+def test_quickstart_learns_as_it_did(root: Path) -> None:
+    """On the embedded target, with the drafter that is cut out of it."""
+    folder = ensure(TRAIN, embedded(root, "draft.kind=plain", "draft.shrink.steps=4"))
     assert losses(folder) == near(GOLDEN["quickstart"]["losses"])
     assert alphas(folder) == near(GOLDEN["quickstart"]["alphas"])
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_head_learns_and_proposes_as_it_did(root: Path, kind: str) -> None:
+    """Medusa's heads as a tree. Answers are sampled, so the draft has its part in each token."""
+    config = embedded(
+        root, f"draft={kind}", "draft.head.vocabulary=512", "source=fixed", f"name={kind}"
+    )
+    folder = ensure(TRAIN, config)
+    pair = draftkit.load_pair(config.target.path, folder / "draft", device="cpu", dtype="float32")
+    tree = usual_tree(12, 4) if kind == "medusa" else None
+    prompts = [pair.target.tokenizer.encode(TEXT.format(i, i, i))[: 4 + i] for i in range(ANSWERS)]
+    done = decode(
+        pair.target.adapter,
+        [
+            *make_requests(
+                prompts, max_new_tokens=12, sampling=SamplingConfig(temperature=0.5), gamma=4
+            )
+        ],
+        eos_token_ids=[],
+        batch_size=5,
+        proposer=drafting(pair.draft, tree=tree),
+    )
+    found = {"losses": losses(folder), "alphas": alphas(folder)}
+    assert found == {name: near(GOLDEN[kind][name]) for name in found}
+    assert [one.output_ids for one in done] == GOLDEN[kind]["answers"]
+    assert [one.accept_counts for one in done] == GOLDEN[kind]["accepted"]
 
 
 def test_a_parallel_drafter_learns_as_it_did(root: Path, finished: Path) -> None:

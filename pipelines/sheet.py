@@ -3,7 +3,7 @@
 import csv
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -16,7 +16,7 @@ from draftkit.evaluation.ranking import Difference, Entry, front
 from .rankings import CONTROL, Ranking, differing, recommendation
 from .runs import Run
 
-AXES = ("divergence.name", "source.name")  # of a grid, where both differ
+AXES = ("divergence.name", "source.name")  # of a grid, down and across
 ORDER = [*DIVERGENCE_NAMES, MIXTURE, *SOURCE_NAMES]
 NAMED, SHOWN = 5, 30  # runs in a figure, and in a table
 DIGITS = {"alpha": ".3f", "tau": ".2f", "speedup": ".2f"}
@@ -84,30 +84,24 @@ def settings_table(runs: Sequence[Run]) -> Table:
     return table
 
 
-def grid_of(runs: Sequence[Run]) -> tuple[str, ...]:
-    """The two settings of which the runs form a grid, no cell twice; empty where there is none."""
-    keys = settings_of(runs)
-    axes = AXES if set(AXES) <= set(keys) else tuple(keys)
-    cells = {cell_of(run, axes) for run in runs}
-    return axes if len(axes) == 2 and len(cells) == len(runs) > 3 else ()
+def grid_of(runs: Sequence[Run]) -> dict[tuple[str, ...], Run]:
+    """The runs by divergence and source; empty where not both differ, or two runs share a cell."""
+    cells = {tuple(str(run.settings.get(key)) for key in AXES): run for run in runs}
+    is_grid = len(differing(runs, *AXES)) == len(AXES) and len(cells) == len(runs) > 3
+    return cells if is_grid else {}
 
 
-def cell_of(run: Run, axes: Sequence[str]) -> tuple[str, ...]:
-    """Where the run lies: the values of these settings."""
-    return tuple(str(run.settings.get(key)) for key in axes)
-
-
-def values_of(runs: Sequence[Run], key: str) -> list[str]:
-    """The values of a setting: as the field lists them, by size, or by name."""
-    values: dict[str, Any] = {str(run.settings.get(key)): run.settings.get(key) for run in runs}
-    if all(isinstance(value, int | float) for value in values.values()):
-        return sorted(values, key=values.__getitem__)
-    return sorted(values, key=lambda name: (name in ORDER and ORDER.index(name), name))
+def sides_of(grid: Iterable[tuple[str, ...]]) -> list[list[str]]:
+    """The values down and across a grid, as the field lists them."""
+    return [
+        sorted(set(side), key=lambda name: (name in ORDER and ORDER.index(name), name))
+        for side in zip(*grid, strict=True)
+    ]
 
 
 def grid_tables(runs: Sequence[Run]) -> list[Table]:
-    """Alpha (or what was gained) by two settings, and what of it plain training does not give."""
-    if not (axes := grid_of(runs)):
+    """Alpha (or what was gained) by divergence and source, and that over plain training."""
+    if not (grid := grid_of(runs)):
         return []
     texts = {"alpha": [text_of(run.entries["alpha"]) for run in runs]}
     if all("gain" in run.entries for run in runs):
@@ -117,10 +111,10 @@ def grid_tables(runs: Sequence[Run]) -> list[Table]:
         texts[f"alpha over {control}"] = [
             text_of(gap := run.gaps.get(CONTROL), "+.3f", gap) for run in runs
         ]
-    down, across = (values_of(runs, key) for key in axes)
+    down, across = sides_of(grid)
     tables = []
     for name, cells in texts.items():
-        by_cell = {cell_of(run, axes): text for run, text in zip(runs, cells, strict=True)}
+        by_cell = dict(zip(grid, cells, strict=True))
         table = table_of(["", *across], title=f"{name}, temperature {runs[0].temperature}")
         for value in down:
             table.add_row(value, *(by_cell.get((value, other), "") for other in across))
@@ -160,19 +154,19 @@ def curves(runs: Sequence[Run]) -> Figure:
     return Figure(draw, f"What training brought; in colour: {runs[0].label}.")
 
 
-def heat_map(runs: Sequence[Run], axes_of: Sequence[str]) -> Figure:
-    """Alpha by two settings."""
-    down, across = (values_of(runs, key) for key in axes_of)
-    alphas = [run.entries["alpha"].mean for run in runs]
+def heat_map(grid: Mapping[tuple[str, ...], Run]) -> Figure:
+    """Alpha by divergence and source."""
+    down, across = sides_of(grid)
+    alphas = [run.entries["alpha"].mean for run in grid.values()]
     least, span = min(alphas), max(alphas) - min(alphas) or 1
 
     def draw(axes: Any) -> None:
-        for run, alpha in zip(runs, alphas, strict=True):
-            name, other = cell_of(run, axes_of)
+        for (name, other), alpha in zip(grid, alphas, strict=True):
             x, y, share = across.index(other), down.index(name), (alpha - least) / span
             axes.bar(x, 1, 1, y - 0.5, color=AFTER, alpha=0.05 + 0.5 * share)
             axes.text(x, y, f"{alpha:.3f}", ha="center", va="center", fontsize=8)
-        axes.set(xlabel=axes_of[1], ylabel=axes_of[0], ylim=(len(down) - 0.5, -0.5))
+        name, other = AXES
+        axes.set(xlabel=other, ylabel=name, ylim=(len(down) - 0.5, -0.5))
         axes.set_xticks(range(len(across)), across, fontsize=8)
         axes.set_yticks(range(len(down)), down, fontsize=8)
 
@@ -181,7 +175,7 @@ def heat_map(runs: Sequence[Run], axes_of: Sequence[str]) -> Figure:
 
 def figures_of(runs: Sequence[Run]) -> list[Figure]:
     """What the runs have numbers for."""
-    made = [heat_map(runs, axes)] if (axes := grid_of(runs)) else []
+    made = [heat_map(grid)] if (grid := grid_of(runs)) else []
     for x, cost, y, name in (
         ("cost of a proposal c", "cost_ratio", "tokens a target pass", "tau"),
         ("minutes of training", "minutes", "speed-up end to end", "speedup"),

@@ -26,12 +26,11 @@ import torch
 from draftkit.config import Config
 from draftkit.decoding.catalogue import proposer_of
 from draftkit.models.loading import Target, load_draft, load_target, model_config
-from draftkit.serving.api import make_app
 from draftkit.serving.drafters import Drafters, Route
 from draftkit.serving.engine import Engine
 from draftkit.serving.intake import Intake
 from draftkit.serving.recorder import Recorder
-from draftkit.serving.server import DRAIN_SECONDS, Server, listen
+from draftkit.serving.server import DRAIN_SECONDS, Server, listen, make_app
 from draftkit.serving.texts import Texts
 
 from .command import run_command

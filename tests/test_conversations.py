@@ -3,7 +3,6 @@
 The ids are those of the template on the form that it expects, however a conversation is written.
 """
 
-import asyncio
 import json
 import random
 from pathlib import Path
@@ -132,7 +131,7 @@ def served(tokenizer: Fast, tools: Any, chats: list[Turns]) -> list[list[int]]:
         model_name="m",
     )
     bodies = [ChatRequest(model="m", messages=turns, max_tokens=1) for turns in chats]
-    replies = [asyncio.run(intake.prepare(body, Headers())) for body in bodies]
+    replies = [intake.prepare(body, Headers()) for body in bodies]
     return [reply.jobs[0].prompt_ids for reply in replies]
 
 

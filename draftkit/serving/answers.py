@@ -1,14 +1,101 @@
-"""One answer while it is decoded: what it has so far, what of it may be told, and how it ends.
+"""What goes into the engine and what comes out: jobs, answers as they grow, pieces, counts.
 
-Knows no decoder and no threads; a round's numbers come in, pieces go out.
+Knows no models, threads or HTTP: the engine makes these on its thread, others read them.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 
+from draftkit.config import DEFAULT_ROUTE, SamplingConfig
 from draftkit.decoding.generation import Completion
 from draftkit.decoding.streaming import Decode, TextStream, final_text
 from draftkit.online.buffer import Served
-from draftkit.serving.jobs import DrafterKey, Job, Listener, Piece, TokenScore
+
+
+class QueueFull(Exception):
+    """No room for the jobs at the moment."""
+
+
+class Draining(Exception):
+    """The engine takes no more jobs: it is about to stop."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One answer to be decoded: a choice of a request."""
+
+    prompt_ids: Sequence[int]
+    max_new_tokens: int
+    sampling: SamplingConfig
+    # None: the engine draws one. Given: fixed gamma, so that in float32 the answer does not depend
+    # on the rows beside it.
+    seed: int | None = None
+    continues: bool = True  # the prompt's text; a chat's answer is a text of its own
+    row: int = 0  # number of the choice: with the seed, the key of the noise
+    stops: tuple[str, ...] = ()
+    stop_token_ids: Collection[int] = ()  # the first of them ends the answer; its text is left out
+    ignores_eos: bool = False  # an end of text is a token like others
+    # The prompt, told before the answer; empty: as the text of its ids. Not where an encoder reads.
+    echo: str | None = None
+    top_logprobs: int = 0  # alternatives wanted for each token
+    route: str = DEFAULT_ROUTE
+    conversation: str = ""  # of which it is a turn; empty: the prompt stands for itself
+    records: bool = True  # False: the owner opted out, nothing of it may reach the disk
+    deadline: float | None = None  # time.monotonic() at which it ends as "timeout"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScore:
+    """One token under the target at temperature 1, without penalties or cuts."""
+
+    token_id: int
+    log_prob: float | None  # None: of a prompt's first token, which nothing predicts
+    top: tuple[tuple[int, float], ...] = ()  # the likeliest ids, descending, `top_logprobs` of them
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a round brought for one job; the last piece alone has a finish reason.
+
+    "stop", "length", "timeout", "cancelled" or "error". `text` is final: unfinished characters
+    and what may be the beginning of a stop string come with a later piece.
+    """
+
+    text: str
+    scores: tuple[TokenScore, ...]
+    finish_reason: str | None = None
+    speculation: Served | None = None  # of the whole answer, under its last drafter
+    prompt: tuple[TokenScore, ...] = ()  # what is echoed, before all `scores`
+
+
+Listener = Callable[[Piece], None]  # called on the engine's thread, must not block or raise
+DrafterKey = tuple[str, str]  # route and version
+
+
+@dataclass
+class Counters:
+    """How many jobs wait and run now, and all counts since the start."""
+
+    queued: int = 0
+    running: int = 0
+    drafters: dict[DrafterKey, Served] = field(default_factory=dict)  # running jobs count too
+    drafts: int = 0  # rounds with proposals
+    accepted_per_position: Counter[int] = field(default_factory=Counter)
+    prompt_tokens: int = 0
+    errors: int = 0  # rounds that failed
+    swaps: int = 0
+    refused_versions: int = 0
+    last_swap_seconds: float = 0.0  # for which rounds waited
+    records_dropped: int = 0
+
+    def of(self, drafter: DrafterKey) -> Served:
+        """The counts of a drafter, which go on."""
+        return self.drafters.setdefault(drafter, Served(route=drafter[0], version=drafter[1]))
+
+    @property
+    def generated_tokens(self) -> int:
+        return sum(drafter.tokens for drafter in self.drafters.values())
 
 
 class Answer:

@@ -1,12 +1,13 @@
 """From the engine's thread to a client: answers as they arrive, whole or as server-sent events.
 
 The engine calls a listener and must never wait, so pieces go through the event loop into a queue.
-Nothing is sent faster than it is read, and what waits for a reader is bounded: past the bound the
-jobs are cancelled. Knows the shape of no answer (see `replies`) and no routes.
+Nothing is sent faster than it is read; a stream that leaves too much unread is dropped. Knows the
+shape of no answer (see `replies`) and no routes.
 """
 
 import asyncio
 import functools
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
@@ -16,11 +17,11 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from draftkit.serving.answers import Piece
 from draftkit.serving.engine import Engine
-from draftkit.serving.jobs import Piece
 from draftkit.serving.metrics import Metrics
 from draftkit.serving.protocol import ApiError, encode
-from draftkit.serving.replies import CompletionReply
+from draftkit.serving.replies import Reply
 
 BACKLOG = 512  # pieces of each choice of a stream, one a round, that may wait for its reader
 # Why an answer may end without being one: status, message, code.
@@ -35,9 +36,7 @@ FAILURES = {
 class Delivery:
     """The answers to one request on their way to a client. Belongs to the running loop."""
 
-    def __init__(
-        self, engine: Engine, reply: CompletionReply, metrics: Metrics, *, began: float
-    ) -> None:
+    def __init__(self, engine: Engine, reply: Reply, metrics: Metrics, *, began: float) -> None:
         """Submit the jobs; raises what `engine.submit` raises.
 
         `began`: when the request came, by time.monotonic().
@@ -45,14 +44,11 @@ class Delivery:
         self._reply, self._engine, self._metrics, self._began = reply, engine, metrics, began
         self._last: dict[int, float] = {}  # time of each choice's last tokens
         self._loop = asyncio.get_running_loop()
-        jobs = reply.jobs
-        self._open = len(jobs)  # not delivered yet
-        # What has come, by the number of its choice. A whole answer is taken in at once.
-        most = BACKLOG * len(jobs) if reply.streams else 0
-        self._arrived: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue(most)
-        self._is_slow = False
-        listeners = [functools.partial(self._listen, index) for index in range(len(jobs))]
-        self._submitted = engine.submit(jobs, listeners)
+        self._open = count = len(reply.jobs)  # choices that are not delivered yet
+        self._most = BACKLOG * count if reply.streams else math.inf
+        self._arrived: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()  # by number of the choice
+        listeners = [functools.partial(self._listen, index) for index in range(count)]
+        self._submitted = engine.submit(reply.jobs, listeners)
 
     def _listen(self, index: int, piece: Piece) -> None:
         """On the engine's thread. A loop that has closed delivers nothing any more."""
@@ -60,29 +56,21 @@ class Delivery:
             self._loop.call_soon_threadsafe(self._take, index, piece, time.monotonic())
 
     def _take(self, index: int, piece: Piece, at: float) -> None:
-        self._measure(index, piece, at)
-        if self._is_slow:
-            return
-        if self._arrived.full():
-            self._is_slow = True
-            self.cancel()
-            while not self._arrived.empty():  # nothing is held for who does not read
-                self._arrived.get_nowait()
-            piece = Piece("", (), "slow_reader")
-        self._arrived.put_nowait((index, piece))
-
-    def _measure(self, index: int, piece: Piece, at: float) -> None:
         if count := len(piece.scores):
-            before = self._last.get(index)
+            before, self._last[index] = self._last.get(index), at
             if before is None:
                 self._metrics.first_token.observe(at - self._began)
             else:
                 for _ in range(count):
                     self._metrics.between_tokens.observe((at - before) / count)
-            self._last[index] = at
         if piece.finish_reason is not None:
             self._metrics.ended(piece.finish_reason)
             self._metrics.whole.observe(at - self._began)
+        if (waiting := self._arrived.qsize()) == self._most:
+            self.cancel()
+            piece = Piece("", (), "slow_reader")  # whoever reads on meets this before later pieces
+        if waiting <= self._most:
+            self._arrived.put_nowait((index, piece))
 
     def cancel(self) -> None:
         """Free the rows of the jobs that have not ended."""
@@ -102,7 +90,6 @@ class Delivery:
                 headers = {"x-should-retry": "false"}
                 raise ApiError(message, status=status, code=code, headers=headers)
             self._open -= piece.finish_reason is not None
-            self._reply.push(index, piece)
             yield index, piece
 
     async def whole(self, request: Request) -> Response:
@@ -117,14 +104,15 @@ class Delivery:
             self.cancel()
 
         watching = asyncio.create_task(watch())
+        pieces: list[list[Piece]] = [[] for _ in self._reply.jobs]
         try:
-            async for _ in self.pieces():
-                pass
+            async for index, piece in self.pieces():
+                pieces[index].append(piece)
         finally:
             watching.cancel()
             self.cancel()
         # A long answer takes a while: not on the event loop.
-        content = await asyncio.to_thread(lambda: encode(self._reply.response()))
+        content = await asyncio.to_thread(lambda: encode(self._reply.whole(pieces)))
         return Response(content, media_type="application/json")
 
     def stream(self) -> Response:
@@ -136,7 +124,7 @@ class Delivery:
             yield _event(opening)
         try:
             async for index, piece in self.pieces():
-                yield _event(self._reply.piece(index, piece))
+                yield _event(self._reply.chunk(index, piece))
             for closing in self._reply.closing():
                 yield _event(closing)
         except ApiError as error:

@@ -4,7 +4,6 @@ Raises ApiError for what the request asks and this server cannot give; knows no 
 sockets.
 """
 
-import asyncio
 import hashlib
 import json
 import time
@@ -18,9 +17,9 @@ from starlette.datastructures import Headers
 from draftkit.config import DEFAULT_ROUTE, SamplingConfig, ServeConfig
 from draftkit.data.messages import read_messages
 from draftkit.data.prompts import begun
-from draftkit.serving.jobs import Job
+from draftkit.serving.answers import Job
 from draftkit.serving.protocol import SHOWN, ApiError, ChatRequest, CompletionRequest
-from draftkit.serving.replies import ChatReply, CompletionReply
+from draftkit.serving.replies import Reply
 from draftkit.serving.texts import Texts
 
 ROUTE_HEADER = "x-draftkit-route"
@@ -38,10 +37,8 @@ class Intake:
     routes: Sequence[str]  # what ROUTE_HEADER may say
     model_name: str
 
-    async def prepare(
-        self, body: CompletionRequest | ChatRequest, headers: Headers
-    ) -> CompletionReply:
-        """The reply to a request, with the jobs that make it."""
+    def prepare(self, body: CompletionRequest | ChatRequest, headers: Headers) -> Reply:
+        """The reply to a request, with the jobs that make it. Slow for long texts."""
         self._check(body)
         shared: dict[str, Any] = {
             "sampling": body.sampling(self.sampling),
@@ -55,17 +52,16 @@ class Intake:
             "records": _records(headers) and not body.ignore_eos,
             "deadline": time.monotonic() + self.settings.request_seconds,
         }
+        echoes: list[str] = []
         if isinstance(body, ChatRequest):
-            echoes: list[str] = []
-            kind, messages = ChatReply, await asyncio.to_thread(_messages_of, body)
-            prompts = [await self._chat_ids(body, messages)]
-            most = body.most_tokens or self.max_length - len(prompts[0])
+            messages, ids = self._chat(body)
+            prompts, most = [ids], body.most_tokens or self.max_length - len(ids)
             shared |= {"continues": False, "conversation": conversation_of(messages)}
         else:
-            kind, most = CompletionReply, body.most_tokens
+            most = body.most_tokens
             if body.echo and self.texts.start is not None:
                 raise ApiError("echo: an encoder reads this model's prompts", param="echo")
-            prompts = [await self._ids(prompt, most) for prompt in body.prompts]
+            prompts = [self._ids(prompt, most) for prompt in body.prompts]
             echoes = [text if isinstance(text, str) else "" for text in body.prompts if body.echo]
         # The same prompt and seed give the same answers, whatever else the request asks.
         jobs = [
@@ -73,25 +69,25 @@ class Intake:
             for prompt, echo in zip_longest(prompts, echoes)
             for row in range(body.choices)
         ]
-        return kind(
-            texts=self.texts,
-            model=self.model_name,
-            jobs=jobs,
-            prompt_tokens=sum(map(len, prompts)),
-            has_logprobs=body.alternatives is not None,
-            streams=bool(body.stream),
-            tells_usage=body.tells_usage,
-        )
+        return Reply(body, jobs, self.texts)
 
-    async def _ids(self, prompt: str | list[int], most: int) -> list[int]:
-        """The ids of a prompt that fits together with `most` tokens of an answer.
+    def _check(self, body: CompletionRequest | ChatRequest) -> None:
+        """Refuse what a request cannot have, however long it is."""
+        if body.model != self.model_name:
+            raise no_model(body.model)
+        body.check()
+        prompts = len(body.prompts) if isinstance(body, CompletionRequest) else 1
+        room = self.settings.queue + self.settings.slots
+        if prompts * body.choices > room:
+            raise ApiError(
+                f"{prompts} prompts with n={body.choices} are more answers than there is room for "
+                f"({room}): send fewer at once",
+                param="prompt",
+            )
 
-        Encoding long texts takes a while: not on the event loop.
-        """
-        if isinstance(prompt, str):
-            ids = await asyncio.to_thread(self.texts.encode, prompt)
-        else:
-            ids = prompt
+    def _ids(self, prompt: str | list[int], most: int) -> list[int]:
+        """The ids of a prompt that fits together with `most` tokens of an answer."""
+        ids = self.texts.encode(prompt) if isinstance(prompt, str) else prompt
         if not ids:
             raise ApiError("prompt must not be empty: it has no token", param="prompt")
         ids = begun(ids, self.texts.start)
@@ -101,29 +97,18 @@ class Intake:
             raise ApiError(f"prompt: token id {wrong} is not below {size}", param="prompt")
         return ids
 
-    async def _chat_ids(self, body: ChatRequest, messages: list[dict[str, Any]]) -> list[int]:
+    def _chat(self, body: ChatRequest) -> tuple[list[dict[str, Any]], list[int]]:
+        """The turns as rows of data have them, with all that a template may read, and their ids."""
+        code = None
         try:
-            ids = await asyncio.to_thread(self.texts.chat, messages)
+            messages = read_messages(body.messages)
+            code = "chat_template"
+            ids = self.texts.chat(messages)
         except ValueError as error:
-            raise ApiError(str(error), param="messages", code="chat_template") from error
+            raise ApiError(str(error), param="messages", code=code) from error
         bound = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         self._check_length(len(ids), body.most_tokens or 1, "messages", bound=bound)
-        return ids
-
-    def _check(self, body: CompletionRequest | ChatRequest) -> None:
-        """Refuse what a request cannot have, however long it is."""
-        settings = self.settings
-        if body.model != self.model_name:
-            raise no_model(body.model)
-        body.check()
-        prompts = len(body.prompts) if isinstance(body, CompletionRequest) else 1
-        room = settings.queue + settings.slots
-        if prompts * body.choices > room:
-            raise ApiError(
-                f"{prompts} prompts with n={body.choices} are more answers than there is room for "
-                f"({room}): send fewer at once",
-                param="prompt",
-            )
+        return messages, ids
 
     def _check_length(self, tokens: int, most: int, param: str, *, bound: str) -> None:
         """`param` holds the prompt's tokens, `bound` how many may follow."""
@@ -147,14 +132,6 @@ class Intake:
                 code="unknown_route",
             )
         return route
-
-
-def _messages_of(body: ChatRequest) -> list[dict[str, Any]]:
-    """The turns as rows of data have them, with all that a template may read."""
-    try:
-        return read_messages(body.messages)
-    except ValueError as error:
-        raise ApiError(str(error), param="messages") from error
 
 
 def no_model(name: str) -> ApiError:

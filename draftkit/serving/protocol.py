@@ -1,11 +1,10 @@
 """What a client may ask, in OpenAI's words: the request bodies and how a wrong one is answered.
 
-What OpenAI or vLLM define and this server does not do is accepted at its neutral value only; an
-unknown parameter is refused unless it is null: a misspelt one would be ignored in silence. Errors
-have OpenAI's form with one line of reason. This module knows no engine, no tokenizer and no routes.
+A parameter of OpenAI's that this server does not do is taken at the value that changes nothing; an
+unknown one is refused unless it is null: a misspelt one would be ignored in silence. Errors have
+OpenAI's form with one line of reason. This module knows no engine, no tokenizer and no routes.
 """
 
-import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -85,30 +84,28 @@ Temperature = Annotated[float, Field(ge=0, le=10), AfterValidator(_known_tempera
 AnyIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 TokenIds = Annotated[AnyIds, Field(min_length=1)]
 StopString = Annotated[Text, Field(min_length=1, max_length=256)]
-# What OpenAI or vLLM define and this server does not do: only the neutral value, or what has no
-# effect. Another such parameter is a row of one of these types.
-UNDONE = "or absent: this server does not do it"
-Zero = Annotated[Annotated[float, Field(ge=0, le=0)] | None, Field(description=f"0 {UNDONE}")]
-Off = Annotated[Literal[False] | None, Field(description=f"false {UNDONE}")]
-On = Annotated[Literal[True] | None, Field(description=f"true {UNDONE}")]
+# What OpenAI defines and this server does not do: only the value that changes nothing.
+_UNDONE = "or absent: this server does not do it"
+Zero = Annotated[Annotated[float, Field(ge=0, le=0)] | None, Field(description=f"0 {_UNDONE}")]
 Empty = Annotated[
     Annotated[list[Any] | dict[str, Any] | str, Field(max_length=0)] | None,
-    Field(description=f"empty {UNDONE}"),
+    Field(description=f"empty {_UNDONE}"),
 ]
 Ignored = Any
+_STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
 class PlainText(BaseModel):
     """The one format of an answer."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = _STRICT
     type: Literal["text"]
 
 
 class StreamOptions(BaseModel):
     """What a stream brings beside the text."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = _STRICT
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: Ignored = None
@@ -117,7 +114,7 @@ class StreamOptions(BaseModel):
 class GenerationRequest(BaseModel):
     """What completions and chats share."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    model_config = _STRICT
 
     model: Text
     n: int | None = Field(None, ge=1, le=MOST_CHOICES)
@@ -137,21 +134,10 @@ class GenerationRequest(BaseModel):
     response_format: PlainText | None = None
     frequency_penalty: Zero = None
     presence_penalty: Zero = None
-    min_p: Zero = None
-    min_tokens: Zero = None
-    priority: Zero = None
+    min_p: Zero = None  # which benchmarks send
     logit_bias: Empty = None
-    bad_words: Empty = None
-    use_beam_search: Off = None
-    length_penalty: Ignored = None  # of beams
-    include_stop_str_in_output: Off = None
-    return_token_ids: Off = None
-    return_tokens_as_token_ids: Off = None
-    skip_special_tokens: On = None
-    spaces_between_special_tokens: Ignored = None
     user: Ignored = None
     metadata: Ignored = None
-    request_id: Ignored = None
 
     @model_validator(mode="before")
     @classmethod
@@ -169,13 +155,6 @@ class GenerationRequest(BaseModel):
     @property
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
-    @property
-    def tells_usage(self) -> tuple[bool, bool]:
-        """Whether a stream ends with the usage, and whether each chunk has what it is by then."""
-        options = self.stream_options or StreamOptions()
-        at_end = bool(options.include_usage)
-        return at_end, at_end and bool(options.continuous_usage_stats)
 
     def check(self) -> None:
         """Raise ApiError for parameters that contradict each other."""
@@ -203,7 +182,6 @@ class CompletionRequest(GenerationRequest):
     logprobs: int | None = Field(None, ge=0, le=TOP_LOGPROBS)
     best_of: int | None = None  # equal to n: nothing is ranked
     suffix: Empty = None
-    add_special_tokens: On = None
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -241,10 +219,6 @@ class ChatRequest(GenerationRequest):
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: Ignored = None
     modalities: list[Literal["text"]] | None = None
-    echo: Off = None
-    add_generation_prompt: On = None
-    continue_final_message: Off = None
-    add_special_tokens: Off = None
     store: Ignored = None
     service_tier: Ignored = None
     safety_identifier: Ignored = None
@@ -272,10 +246,7 @@ class ChatRequest(GenerationRequest):
 
 
 def explain(errors: Sequence[Mapping[str, Any]], request: type[BaseModel]) -> ApiError:
-    """The one line about a body that `request` refuses, from pydantic's list of `errors`.
-
-    Of several errors the first one counts.
-    """
+    """The one line about a body that `request` refuses, from the first of pydantic's `errors`."""
     error = errors[0]
     path, kind = [str(part) for part in error["loc"][1:]], error["type"]
     if kind == "json_invalid":
@@ -283,16 +254,14 @@ def explain(errors: Sequence[Mapping[str, Any]], request: type[BaseModel]) -> Ap
         return ApiError(f"the body is no JSON: {reason}", code="invalid_json")
     if not path:
         return ApiError("the body must be a JSON object", code="invalid_body")
-    name, known = path[0][:SHOWN], request.model_fields
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f": did you mean {near[0]}?" if near else ""
-        message = f"there is no parameter {name!r}{hint}"
+    name = path[0][:SHOWN]
+    if name not in request.model_fields:
+        message = f"there is no parameter {name!r}"
         return ApiError(message, param=name, code="unknown_parameter")
     if kind == "missing" and len(path) == 1:
         return ApiError(f"{name} is missing", param=name, code="missing_parameter")
     # Of the alternatives of a type pydantic tells each apart: then the field says what it may be.
-    rule = known[name].description
+    rule = request.model_fields[name].description
     parts = [part for part in path if part.isidentifier() or part.isdigit()]
     where, reason = (name, f"should be {rule}") if rule else (".".join(parts), error["msg"])
     return ApiError(f"{where[:SHOWN]}: {reason}, got {repr(error['input'])[:SHOWN]}", param=name)

@@ -20,8 +20,7 @@ from draftkit.config import BufferConfig
 from draftkit.data.rollouts import Record
 from draftkit.distillation.samplers import proposals_of
 from draftkit.online.buffer import COUNTS, Buffer, Served
-from draftkit.serving.answers import Answer
-from draftkit.serving.jobs import Counters, DrafterKey
+from draftkit.serving.answers import Answer, Counters, DrafterKey
 
 QUEUE = 1024  # records that wait to be written; more are dropped
 BATCH = 64  # records of a transaction, at most

@@ -1,22 +1,237 @@
-"""uvicorn as draftkit runs it: its own limits, and an end that lets begun answers end.
+"""The OpenAI API over an engine: `/v1/completions`, `/v1/chat/completions`, models, metrics.
 
-A connection between two requests has `KEEP_ALIVE_SECONDS`, more than `CONNECTIONS` are
-answered with 503, and nothing is logged of requests. Clients that send headers or bodies in drops,
-or hold connections open, are the proxy's in front (docs/online.md). Knows no routes and no engine.
+The routes, the door before them (the key or the host, the kind and size of a body), and uvicorn
+with limits and an end that lets begun answers end. Every error is told in OpenAI's form with one
+line of reason, and nothing is logged of requests. Clients that send headers or bodies in drops, or
+hold connections open, are the proxy's in front (docs/online.md). This module decodes nothing:
+requests become jobs in `intake`, and pieces become answers in `delivery`.
 """
 
 import asyncio
+import hmac
+import ipaddress
 import logging
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-KEEP_ALIVE_SECONDS = 30
+from draftkit.serving.answers import Draining, QueueFull
+from draftkit.serving.delivery import Delivery
+from draftkit.serving.engine import Engine
+from draftkit.serving.intake import Intake, no_model
+from draftkit.serving.metrics import CONTENT_TYPE, Metrics
+from draftkit.serving.protocol import (
+    SHOWN,
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    explain,
+    json_response,
+)
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MAX_BODY_BYTES = 4_000_000
+OPEN_PATHS = ("/health",)  # answered without the key
+KEEP_ALIVE_SECONDS = 30  # of a connection between two requests
 CONNECTIONS = 512  # at once; more are answered with 503
 DRAIN_SECONDS = 30  # in which answers under way end
 CLOSING_SECONDS = 5  # for the last answers to be sent, after the engine has drained
+
+
+# Routes
+
+
+def make_app(engine: Engine, intake: Intake, *, key: str | None) -> FastAPI:
+    """The server's app. `key`: without it nothing but `/health` answers; None: there is none."""
+    metrics = Metrics(engine, intake.model_name)
+    app = FastAPI(
+        title="draftkit",
+        docs_url=None,  # these pages load scripts from afar
+        redoc_url=None,
+        responses={"4XX": {"description": "What is wrong, in OpenAI's form of errors"}},
+        telemetry={"tracing": False, "metrics": False, "logs": False},
+    )
+    app.add_middleware(Limits, key=key, host=intake.settings.host)
+    _add_information(app, engine, intake.model_name, metrics)
+    _add_errors(app)
+
+    async def answer(body: CompletionRequest | ChatRequest, request: Request) -> Response:
+        began = time.monotonic()
+        # Encoding long texts takes a while: not on the event loop.
+        reply = await asyncio.to_thread(intake.prepare, body, request.headers)
+        delivery = Delivery(engine, reply, metrics, began=began)
+        return delivery.stream() if reply.streams else await delivery.whole(request)
+
+    @app.post(COMPLETIONS)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Continue texts."""
+        return await answer(body, request)
+
+    @app.post(CHAT)
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        """Answer in a conversation."""
+        return await answer(body, request)
+
+    return app
+
+
+def _add_information(app: FastAPI, engine: Engine, model_name: str, metrics: Metrics) -> None:
+    model = {"id": model_name, "object": "model", "created": int(time.time())}
+    model |= {"owned_by": "draftkit", "max_model_len": engine.max_length, "root": model_name}
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        """The one model."""
+        return json_response({"object": "list", "data": [model]})
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> Response:
+        """The model, if that is its name."""
+        if name != model_name:
+            raise no_model(name)
+        return json_response(model)
+
+    @app.get("/health")
+    async def health() -> Response:
+        """200 while requests are taken and answered."""
+        if not engine.healthy():
+            return json_response({"status": "failed"}, 503)
+        if engine.draining:
+            return json_response({"status": "draining"}, 503)
+        return json_response({"status": "ok"})
+
+    @app.get("/metrics")
+    async def exposition() -> Response:
+        """For Prometheus."""
+        return Response(metrics.render(), media_type=CONTENT_TYPE)
+
+
+def _add_errors(app: FastAPI) -> None:
+    bodies = {COMPLETIONS: CompletionRequest, CHAT: ChatRequest}
+
+    @app.exception_handler(ApiError)
+    async def refused(_: Request, error: ApiError) -> Response:
+        return error.response
+
+    @app.exception_handler(QueueFull)
+    async def full(_: Request, error: QueueFull) -> Response:
+        retry = {"retry-after": "1"}
+        return ApiError(str(error), status=429, code="queue_full", headers=retry).response
+
+    @app.exception_handler(Draining)
+    async def draining(_: Request, error: Draining) -> Response:
+        retry = {"retry-after": "5"}
+        return ApiError(str(error), status=503, code="draining", headers=retry).response
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return explain(error.errors(), bodies[request.scope["path"]]).response
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> Response:
+        path, status = request.scope["path"][:SHOWN], error.status_code
+        messages = {
+            400: "the body is no JSON in UTF-8",
+            404: f"there is nothing at {path!r}",
+            405: f"{request.method} is not possible at {path!r}",
+        }
+        message = messages.get(status, str(error.detail))
+        return ApiError(message, status=status, headers=error.headers).response
+
+    @app.exception_handler(Exception)
+    async def broken(_: Request, __: Exception) -> Response:
+        message = "an error of the server: its log says which"
+        return ApiError(message, status=500, code="internal_error").response
+
+
+# The door
+
+
+class Limits:
+    """Lets requests through to `app` whose key and body are in order.
+
+    A pure ASGI layer, so that nothing behind it sees a request without the key or more of a body
+    than the limit.
+    """
+
+    def __init__(self, app: ASGIApp, *, key: str | None, host: str) -> None:
+        """`key`: what `Authorization: Bearer` must hold, None to let everybody in.
+
+        Everybody is not the pages of other sites, to whose names a browser may be made to find
+        this server's address: without a key `Host` must be an address, localhost, or `host`.
+        """
+        self._app = app
+        self._hosts = ("", "localhost", host.lower())  # no header is no browser's
+        self._key = None if key is None else key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        size = 0
+
+        async def counted() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > MAX_BODY_BYTES:
+                reason = f"the body exceeds {MAX_BODY_BYTES} bytes"
+                raise ApiError(reason, status=413, code="too_large")
+            return message
+
+        headers = Headers(scope=scope)
+        try:
+            if scope["path"] not in OPEN_PATHS:
+                self._check_caller(headers)
+            # What a page of another site may send without asking is a body that is not JSON.
+            kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+            if scope["method"] == "POST" and kind != "application/json":
+                raise ApiError(
+                    "the body must be JSON: send Content-Type: application/json",
+                    status=415,
+                    code="unsupported_media_type",
+                )
+        except ApiError as error:
+            return await error.response(scope, receive, send)
+        return await self._app(scope, counted, send)
+
+    def _check_caller(self, headers: Headers) -> None:
+        if self._key is None:
+            return self._check_host(headers.get("host", ""))
+        kind, _, word = headers.get("authorization", "").partition(" ")
+        is_right = hmac.compare_digest(word.strip().encode("latin-1"), self._key)
+        if kind.lower() != "bearer" or not is_right:
+            raise ApiError(
+                "the API key is missing or wrong: send Authorization: Bearer KEY",
+                status=401,
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+
+    def _check_host(self, given: str) -> None:
+        host = given[1:].partition("]")[0] if given.startswith("[") else given.partition(":")[0]
+        host = host.lower().removesuffix(".")
+        try:
+            ipaddress.ip_address(host)
+        except ValueError:
+            if host not in self._hosts:
+                raise ApiError(
+                    f"Host {host[:SHOWN]!r} needs a key: set DRAFTKIT_API_KEY at the server and "
+                    "send it, or ask at an address or at serve.host",
+                    status=403,
+                    code="unknown_host",
+                ) from None
+
+
+# The process
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -11,7 +11,7 @@ import json
 import re
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -21,15 +21,7 @@ from draftkit.data.chats import TemplateRefusal, chat_format, text_ids
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # stands for a space in SentencePiece tokens
-_SHOWN_TOKENS = 1 << 16  # whose forms are remembered
-
-
-class Shown(NamedTuple):
-    """A token as answers show it."""
-
-    text: str  # parts of characters replaced
-    readable: str  # parts of characters as OpenAI writes them, `bytes:\\xe2`
-    values: list[int]  # of its bytes
+_SHOWN_TOKENS = 1 << 16  # whose bytes are remembered
 
 
 class Texts:
@@ -53,7 +45,7 @@ class Texts:
         data = data or DataConfig()
         self._format = chat_format(self._tokenizer, data, fixed_date=False)
         self._lock = threading.Lock()
-        self.shown = functools.lru_cache(_SHOWN_TOKENS)(self._shown)
+        self.token_bytes = functools.lru_cache(_SHOWN_TOKENS)(self._token_bytes)
         self.special_ids = set(tokenizer.all_special_ids)  # that a text does not show
         self._byte_of = {c: b for b, c in bytes_to_unicode().items()}
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -82,7 +74,7 @@ class Texts:
                     f"the chat template of this model refuses the messages ({error})"
                 ) from error
 
-    def token_bytes(self, token_id: int) -> bytes:
+    def _token_bytes(self, token_id: int) -> bytes:
         """What one token adds to a text; a special token's name, for a text does not show it."""
         piece = self._tokenizer.convert_ids_to_tokens(token_id) or ""
         if token_id in self.special_ids:
@@ -92,15 +84,3 @@ class Texts:
         if byte := _BYTE_TOKEN.fullmatch(piece):
             return bytes.fromhex(byte.group(1))
         return piece.replace(_SPACE, " ").encode("utf-8", "replace")
-
-    def _shown(self, token_id: int) -> Shown:
-        content = self.token_bytes(token_id)
-        return Shown(content.decode("utf-8", "replace"), readable(content), list(content))
-
-
-def readable(content: bytes) -> str:
-    """A token as text; part of a character as OpenAI writes it, `bytes:\\xe2`."""
-    try:
-        return content.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)

@@ -12,18 +12,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from draftkit.config import SamplingConfig, ServeConfig
-from draftkit.serving.answers import Answer
-from draftkit.serving.api import make_app
+from draftkit.serving.answers import Answer, Counters, Draining, Job, Listener, QueueFull
 from draftkit.serving.intake import Intake
-from draftkit.serving.jobs import (
-    Counters,
-    Draining,
-    Job,
-    Listener,
-    QueueFull,
-)
 from draftkit.serving.protocol import TOP_LOGPROBS
-from draftkit.serving.server import Server, listen
+from draftkit.serving.server import Server, listen, make_app
 from draftkit.serving.texts import Texts
 from tests.tiny import VOCAB_SIZE, byte_tokenizer
 

@@ -20,10 +20,9 @@ from draftkit.decoding.catalogue import PROPOSERS
 from draftkit.models.adapter import Adapter
 from draftkit.online.buffer import Buffer, Served
 from draftkit.online.registry import Registry
-from draftkit.serving.answers import Answer
+from draftkit.serving.answers import Answer, Job, Piece
 from draftkit.serving.drafters import Drafters, Route
 from draftkit.serving.engine import Engine
-from draftkit.serving.jobs import Job, Piece
 from draftkit.serving.recorder import Recorder
 from tests import tiny
 from tests.serving.fakes import wait_for

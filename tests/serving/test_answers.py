@@ -2,8 +2,7 @@
 
 import pytest
 
-from draftkit.serving.answers import Answer
-from draftkit.serving.jobs import Piece
+from draftkit.serving.answers import Answer, Piece
 from tests.serving.running import job
 
 

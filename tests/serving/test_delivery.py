@@ -11,13 +11,13 @@ from starlette.requests import Request
 
 from draftkit.config import SamplingConfig
 from draftkit.serving import delivery
+from draftkit.serving.answers import Job, Listener, Piece, TokenScore
 from draftkit.serving.delivery import Delivery
-from draftkit.serving.jobs import Job, Listener, Piece, TokenScore
 from draftkit.serving.metrics import Metrics
-from draftkit.serving.protocol import ApiError
-from draftkit.serving.replies import CompletionReply
+from draftkit.serving.protocol import ApiError, CompletionRequest
+from draftkit.serving.replies import Reply
 from draftkit.serving.texts import Texts
-from tests.serving.fakes import TOKENIZER, FakeEngine, chat_tokenizer
+from tests.serving.fakes import TOKENIZER, FakeEngine, chat_tokenizer, completion
 from tests.tiny import VOCAB_SIZE
 
 TEXTS = Texts(chat_tokenizer(), VOCAB_SIZE)
@@ -41,15 +41,8 @@ class Handed(FakeEngine):
 
 def submitted(engine: Handed, count: int = 1, *, streams: bool = True) -> Delivery:
     job = Job(prompt_ids=[1], max_new_tokens=5, sampling=SamplingConfig())
-    reply = CompletionReply(
-        texts=TEXTS,
-        model="m",
-        jobs=[job] * count,
-        prompt_tokens=1,
-        has_logprobs=True,
-        streams=streams,
-        tells_usage=(False, False),
-    )
+    asked = CompletionRequest(**completion(n=count, stream=streams, logprobs=0))
+    reply = Reply(asked, [job] * count, TEXTS)
     return Delivery(engine, reply, Metrics(engine, "m"), began=0.0)
 
 
@@ -68,7 +61,7 @@ def run(test: Callable[[Handed], Coroutine[Any, Any, None]]) -> Handed:
     return engine
 
 
-def test_a_reader_that_falls_behind_loses_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_falls_behind_loses_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delivery, "BACKLOG", 3)
 
     async def test(engine: Handed) -> None:
@@ -81,10 +74,19 @@ def test_a_reader_that_falls_behind_loses_its_rows(monkeypatch: pytest.MonkeyPat
         assert engine.cancelled == {10, 11}
         engine.say(0, *[Piece("a", SCORES)] * 1000)
         await turns(1)
-        assert made._arrived.qsize() == 1  # no memory is held for it
+        assert made._arrived.qsize() == 7  # little memory is held for it
+        got = []
+
+        async def read() -> None:
+            async for _, piece in made.pieces():
+                got.append(piece.text)
+                engine.say(1, Piece("b", SCORES))  # there is room again, behind a hole
+                await turns(1)
+
         with pytest.raises(ApiError) as caught:
-            await anext(made.pieces())
+            await read()
         assert (caught.value.status_code, caught.value.code) == (408, "slow_reader")
+        assert got == ["a"] * 6
 
     run(test)
 

@@ -14,9 +14,9 @@ from draftkit.config import DRAFTED_NAMES
 from draftkit.decoding.decoder import Decoder
 from draftkit.models.adapter import Adapter
 from draftkit.online.registry import Registry
+from draftkit.serving.answers import Job
 from draftkit.serving.drafters import START, Drafters, same
 from draftkit.serving.engine import Engine
-from draftkit.serving.jobs import Job
 from tests import tiny
 from tests.serving.running import (
     GREEDY,

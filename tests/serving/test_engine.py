@@ -8,7 +8,7 @@ import torch
 
 from draftkit.config import SamplingConfig
 from draftkit.decoding.streaming import final_text
-from draftkit.serving.jobs import Draining, QueueFull
+from draftkit.serving.answers import Draining, QueueFull
 from tests import tiny
 from tests.serving.running import GREEDY, TARGET, answers, ask, bytes_text, job, serving, until
 

@@ -62,14 +62,14 @@ def test_a_swap_holds_the_rounds_for_less_than_one_of_them(tmp_path: Path) -> No
     weights = {name: tensor.clone() for name, tensor in DRAFT.weights().items()}
     with serving(TARGET, draft, slots=16, queue=64, registries={"default": registry}) as engine:
         rounds: list[float] = []
-        step = engine._rows.round
+        step = engine._round
 
         def timed() -> None:
             started = time.perf_counter()
             step()
             rounds.append(time.perf_counter() - started)
 
-        engine._rows.round = timed
+        engine._round = timed
         swaps = []
         load = threading.Thread(target=run, args=(engine, 32, 8))
         load.start()

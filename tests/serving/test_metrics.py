@@ -7,7 +7,7 @@ from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
 from draftkit.online.buffer import Served
-from draftkit.serving.jobs import Counters
+from draftkit.serving.answers import Counters
 from draftkit.serving.metrics import Metrics
 from tests.serving.fakes import FakeEngine
 

@@ -76,15 +76,7 @@ def test_any_other_prompt_is_refused(prompt: Any) -> None:
         *(("frequency_penalty", value) for value in (0.5, True, False, "0")),
         ("presence_penalty", 1),
         *(("min_p", value) for value in (0.05, -1)),
-        ("min_tokens", 5),
-        ("priority", 1),
         ("logit_bias", {"5": 10}),
-        ("bad_words", ["a"]),
-        ("use_beam_search", True),
-        ("include_stop_str_in_output", True),
-        ("return_token_ids", True),
-        ("return_tokens_as_token_ids", True),
-        ("skip_special_tokens", False),
         ("model", 7),
     ],
 )
@@ -103,12 +95,8 @@ def test_a_value_that_breaks_its_rule_is_named_with_the_rule(name: str, value: A
         {"temperature": 0.001, "max_tokens": 1, "stop": ["a", "b"], "seed": 2**63 - 1},
         {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "user": "u"},
         {"stream": True, "stream_options": {"include_usage": True}, "metadata": {"a": "b"}},
-        {"ignore_eos": True, "min_tokens": 0, "min_p": 0.0, "stop_token_ids": [], "stop": []},
-        {"priority": 0, "bad_words": [], "response_format": {"type": "text"}, "request_id": "a"},
-        {"use_beam_search": False, "length_penalty": 1.0, "include_stop_str_in_output": False},
-        {"skip_special_tokens": True, "spaces_between_special_tokens": True},
-        {"return_token_ids": False, "return_tokens_as_token_ids": False},
-        {"prompt_logprobs": None, "allowed_token_ids": None, "truncate_prompt_tokens": None},
+        {"ignore_eos": True, "min_p": 0.0, "stop_token_ids": [], "stop": []},
+        {"response_format": {"type": "text"}, "prompt_logprobs": None, "min_tokens": None},
     ],
 )
 def test_bounds_and_neutral_values_are_taken(body: dict[str, Any]) -> None:
@@ -120,11 +108,7 @@ def test_bounds_and_neutral_values_are_taken(body: dict[str, Any]) -> None:
     ("kind", "body", "name", "neutral", "other"),
     [
         (CompletionRequest, completion(), "suffix", "", "b"),
-        (CompletionRequest, completion(), "add_special_tokens", True, False),
-        (ChatRequest, chat(), "add_special_tokens", False, True),
-        (ChatRequest, chat(), "add_generation_prompt", True, False),
-        (ChatRequest, chat(), "continue_final_message", False, True),
-        (ChatRequest, chat(), "echo", False, True),
+        (ChatRequest, chat(), "echo", None, True),
         (ChatRequest, chat(), "tools", [], [{"type": "function"}]),
         (ChatRequest, chat(), "prompt_logprobs", None, 1),
         (ChatRequest, chat(), "max_tokens", None, 0),
@@ -146,13 +130,11 @@ def test_null_is_absence(kind: type[GenerationRequest], body: dict[str, Any]) ->
     assert kind.model_validate(nulls | body).model_dump() == kind.model_validate(body).model_dump()
 
 
-def test_a_misspelt_parameter_is_refused_with_the_near_match() -> None:
-    wrong = refusal(CompletionRequest, completion(temprature=1))
-    assert wrong.detail == "there is no parameter 'temprature': did you mean temperature?"
+def test_a_misspelt_parameter_is_refused() -> None:
+    wrong = refusal(CompletionRequest, completion(temprature=0))
+    assert wrong.detail == "there is no parameter 'temprature'"
     assert wrong.param == "temprature"
-    assert refusal(ChatRequest, chat(prompt="p")).detail.startswith(
-        "there is no parameter 'prompt'"
-    )
+    assert refusal(ChatRequest, chat(prompt="p")).detail == "there is no parameter 'prompt'"
 
 
 def test_alternatives_are_as_many_as_a_round_lists() -> None:

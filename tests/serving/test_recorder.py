@@ -16,9 +16,8 @@ from draftkit.config import BufferConfig, SamplingConfig
 from draftkit.data.rollouts import Record
 from draftkit.decoding.generation import TraceRound
 from draftkit.online.buffer import Buffer
-from draftkit.serving.answers import Answer
+from draftkit.serving.answers import Answer, Counters
 from draftkit.serving.drafters import START
-from draftkit.serving.jobs import Counters
 from draftkit.serving.recorder import BATCH, Recorder, record_of
 from tests import tiny
 from tests.online.traffic import DAY, Clock, entries, stored

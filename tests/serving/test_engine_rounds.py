@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from draftkit.online.registry import Registry
-from draftkit.serving import rows
+from draftkit.serving import engine as engine_module
 from draftkit.serving.drafters import START
-from draftkit.serving.rows import prompt_scores
+from draftkit.serving.engine import prompt_scores
 from tests import tiny
 from tests.serving.running import (
     GREEDY,
@@ -42,7 +42,7 @@ def test_an_answer_of_two_versions_is_counted_for_both(tmp_path: Path) -> None:
 def test_rows_share_the_time_of_their_round(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter(range(1000))
     clock = SimpleNamespace(monotonic=lambda: float(next(ticks)))
-    monkeypatch.setattr("draftkit.serving.rows.time", clock)
+    monkeypatch.setattr("draftkit.serving.engine.time", clock)
     with serving(started=False) as engine:
         ask(engine, *[job(PROMPT, 9, sampling=GREEDY)] * 2)
         engine._step()
@@ -107,7 +107,7 @@ def test_an_answer_that_cannot_join_ends_alone(caplog: pytest.LogCaptureFixture)
 def test_a_prompt_is_scored_whatever_part_of_it_is_scored_at_once(
     monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    monkeypatch.setattr(rows, "SCORED", size)
+    monkeypatch.setattr(engine_module, "SCORED", size)
     with torch.no_grad():
         own = TARGET.model(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
     first, *others = prompt_scores(TARGET, PROMPT, 3)

@@ -43,9 +43,9 @@ class Intake:
         shared: dict[str, Any] = {
             "sampling": body.sampling(self.sampling),
             "seed": body.seed,
-            "stops": body.stops,
-            "stop_token_ids": frozenset(body.stop_token_ids or ()),
-            "ignores_eos": bool(body.ignore_eos),
+            "stops": tuple(body.stop),
+            "stop_token_ids": frozenset(body.stop_token_ids),
+            "ignores_eos": body.ignore_eos,
             "top_logprobs": body.alternatives or 0,
             "route": self._route(headers),
             # What follows an end of text is nothing that a drafter should learn.
@@ -58,16 +58,16 @@ class Intake:
             prompts, most = [ids], body.most_tokens or self.max_length - len(ids)
             shared |= {"continues": False, "conversation": conversation_of(messages)}
         else:
-            most = body.most_tokens
+            most = body.max_tokens
             if body.echo and self.texts.start is not None:
                 raise ApiError("echo: an encoder reads this model's prompts", param="echo")
-            prompts = [self._ids(prompt, most) for prompt in body.prompts]
-            echoes = [text if isinstance(text, str) else "" for text in body.prompts if body.echo]
+            prompts = [self._ids(prompt, most) for prompt in body.prompt]
+            echoes = [text if isinstance(text, str) else "" for text in body.prompt if body.echo]
         # The same prompt and seed give the same answers, whatever else the request asks.
         jobs = [
             Job(prompt_ids=prompt, echo=echo, row=row, max_new_tokens=most, **shared)
             for prompt, echo in zip_longest(prompts, echoes)
-            for row in range(body.choices)
+            for row in range(body.n)
         ]
         return Reply(body, jobs, self.texts)
 
@@ -76,11 +76,11 @@ class Intake:
         if body.model != self.model_name:
             raise no_model(body.model)
         body.check()
-        prompts = len(body.prompts) if isinstance(body, CompletionRequest) else 1
+        prompts = len(body.prompt) if isinstance(body, CompletionRequest) else 1
         room = self.settings.queue + self.settings.slots
-        if prompts * body.choices > room:
+        if prompts * body.n > room:
             raise ApiError(
-                f"{prompts} prompts with n={body.choices} are more answers than there is room for "
+                f"{prompts} prompts with n={body.n} are more answers than there is room for "
                 f"({room}): send fewer at once",
                 param="prompt",
             )

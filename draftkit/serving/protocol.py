@@ -10,7 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    model_validator,
+)
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -79,82 +86,82 @@ def _well_formed(text: str) -> str:
     return text
 
 
+def _listed(value: Any) -> Any:
+    """One text, or the ids of one, as a list of it."""
+    first = value[0] if isinstance(value, list) and value else value
+    return [value] if isinstance(value, str) or isinstance(first, int) else value
+
+
 Text = Annotated[str, AfterValidator(_well_formed)]
 Temperature = Annotated[float, Field(ge=0, le=10), AfterValidator(_known_temperature)]
-AnyIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
-TokenIds = Annotated[AnyIds, Field(min_length=1)]
+Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
+Prompts = (
+    Annotated[list[Text], Field(fail_fast=True)]
+    | Annotated[list[Annotated[Ids, Field(min_length=1)]], Field(fail_fast=True)]
+)
 StopString = Annotated[Text, Field(min_length=1, max_length=256)]
 # What OpenAI defines and this server does not do: only the value that changes nothing.
 _UNDONE = "or absent: this server does not do it"
-Zero = Annotated[Annotated[float, Field(ge=0, le=0)] | None, Field(description=f"0 {_UNDONE}")]
+Zero = Annotated[float, Field(ge=0, le=0, description=f"0 {_UNDONE}")]
 Empty = Annotated[
-    Annotated[list[Any] | dict[str, Any] | str, Field(max_length=0)] | None,
-    Field(description=f"empty {_UNDONE}"),
+    list[Any] | dict[str, Any] | str, Field(max_length=0, description=f"empty {_UNDONE}")
 ]
 Ignored = Any
-_STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
-class PlainText(BaseModel):
-    """The one format of an answer."""
+class Strict(BaseModel):
+    """Nothing unknown. Null is absence: clients send it for whatever their user has left out."""
 
-    model_config = _STRICT
-    type: Literal["text"]
-
-
-class StreamOptions(BaseModel):
-    """What a stream brings beside the text."""
-
-    model_config = _STRICT
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-    include_obfuscation: Ignored = None
-
-
-class GenerationRequest(BaseModel):
-    """What completions and chats share."""
-
-    model_config = _STRICT
-
-    model: Text
-    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
-    temperature: Temperature | None = None
-    top_p: float | None = Field(None, ge=1e-6, le=1)
-    top_k: int | None = Field(None, ge=-1, le=2**31 - 1)  # 0 or -1: all
-    repetition_penalty: float | None = Field(None, ge=0.01, le=100)  # 1: none
-    seed: int | None = Field(None, ge=-LARGEST_SEED - 1, le=LARGEST_SEED)
-    stop: StopString | Annotated[list[StopString], Field(max_length=MOST_STOPS)] | None = Field(
-        None, description=f"a string or a list of at most {MOST_STOPS}, each of 1 to 256 characters"
-    )
-    max_tokens: int | None = Field(None, ge=1)
-    stop_token_ids: AnyIds | None = None
-    ignore_eos: bool | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    response_format: PlainText | None = None
-    frequency_penalty: Zero = None
-    presence_penalty: Zero = None
-    min_p: Zero = None  # which benchmarks send
-    logit_bias: Empty = None
-    user: Ignored = None
-    metadata: Ignored = None
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def _without_unknown_nulls(cls, body: Any) -> Any:
-        """Clients send null for what their user has left out, whatever its name."""
+    def _without_nulls(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
-        return {k: v for k, v in body.items() if v is not None or k in cls.model_fields}
+        return {name: value for name, value in body.items() if value is not None}
 
-    @property
-    def choices(self) -> int:
-        """How many answers each prompt gets."""
-        return 1 if self.n is None else self.n
 
-    @property
-    def stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+class PlainText(Strict):
+    """The one format of an answer."""
+
+    type: Literal["text"]
+
+
+class StreamOptions(Strict):
+    """What a stream brings beside the text."""
+
+    include_usage: bool = False  # at its end
+    continuous_usage_stats: bool = False  # then in each chunk too
+    include_obfuscation: Ignored = None
+
+
+class GenerationRequest(Strict):
+    """What completions and chats share. Of sampling the server has its own defaults."""
+
+    model: Text
+    n: int = Field(1, ge=1, le=MOST_CHOICES)
+    temperature: Temperature = 1.0
+    top_p: float = Field(1.0, ge=1e-6, le=1)
+    top_k: int = Field(-1, ge=-1, le=2**31 - 1)  # 0 or -1: all
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
+    seed: int | None = Field(None, ge=-LARGEST_SEED - 1, le=LARGEST_SEED)
+    stop: Annotated[list[StopString], BeforeValidator(_listed)] = Field(
+        [],
+        max_length=MOST_STOPS,
+        description=f"a string or a list of at most {MOST_STOPS}, each of 1 to 256 characters",
+    )
+    stop_token_ids: Ids = []
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    response_format: PlainText | None = None
+    frequency_penalty: Zero = 0.0
+    presence_penalty: Zero = 0.0
+    min_p: Zero = 0.0  # benchmarks send it
+    logit_bias: Empty = ""
+    user: Ignored = None
+    metadata: Ignored = None
 
     def check(self) -> None:
         """Raise ApiError for parameters that contradict each other."""
@@ -164,35 +171,23 @@ class GenerationRequest(BaseModel):
     def sampling(self, served: SamplingConfig) -> SamplingConfig:
         """The served sampling with what the request names in its place."""
         names = {field.name for field in fields(served)}
-        named = self.model_dump(include=names, exclude_none=True)
-        return replace(served, **named | ({"top_k": 0} if self.top_k == -1 else {}))
+        named = self.model_dump(include=names, exclude_unset=True)
+        return replace(served, **named | ({"top_k": 0} if named.get("top_k") == -1 else {}))
 
 
 class CompletionRequest(GenerationRequest):
     """The body of `/v1/completions`."""
 
-    prompt: (
-        Text
-        | TokenIds
-        | Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
-        | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
-    ) = Field(description=f"a string, token ids, or a list of 1 to {MOST_PROMPTS} of either")
-    max_tokens: int | None = Field(None, ge=0)  # 0: the prompt alone, echoed
-    echo: bool | None = None
+    prompt: Annotated[Prompts, BeforeValidator(_listed)] = Field(
+        min_length=1,
+        max_length=MOST_PROMPTS,
+        description=f"a string, token ids, or a list of 1 to {MOST_PROMPTS} of either",
+    )
+    max_tokens: int = Field(COMPLETION_TOKENS, ge=0)  # 0: the prompt alone, echoed
+    echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=TOP_LOGPROBS)
     best_of: int | None = None  # equal to n: nothing is ranked
-    suffix: Empty = None
-
-    @property
-    def prompts(self) -> list[str] | list[list[int]]:
-        """One text or list of ids for each prompt."""
-        prompt: Any = self.prompt
-        is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
-        return [prompt] if is_one else prompt
-
-    @property
-    def most_tokens(self) -> int:
-        return COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+    suffix: Empty = ""
 
     @property
     def alternatives(self) -> int | None:
@@ -201,7 +196,7 @@ class CompletionRequest(GenerationRequest):
 
     def check(self) -> None:
         super().check()
-        if self.best_of not in (None, self.choices):
+        if self.best_of not in (None, self.n):
             raise ApiError(f"best_of must equal n, got {self.best_of}", param="best_of")
         if self.max_tokens == 0 and not self.echo:
             reason = "max_tokens 0 asks for nothing: give it at least 1, or set echo to true"
@@ -212,13 +207,14 @@ class ChatRequest(GenerationRequest):
     """The body of `/v1/chat/completions`."""
 
     messages: Annotated[list[Json], Field(fail_fast=True, min_length=1)]  # for `read_messages`
+    max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=TOP_LOGPROBS)
-    tools: Empty = None
-    tool_choice: Literal["none", "auto"] | None = None
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=TOP_LOGPROBS)
+    tools: Empty = ""
+    tool_choice: Literal["none", "auto"] = "none"
     parallel_tool_calls: Ignored = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: list[Literal["text"]] = []
     store: Ignored = None
     service_tier: Ignored = None
     safety_identifier: Ignored = None
@@ -232,7 +228,7 @@ class ChatRequest(GenerationRequest):
     @property
     def alternatives(self) -> int | None:
         """As a completion's."""
-        return (self.top_logprobs or 0) if self.logprobs else None
+        return self.top_logprobs if self.logprobs else None
 
     def check(self) -> None:
         super().check()

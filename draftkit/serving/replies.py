@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from draftkit.online.buffer import Served
 from draftkit.serving.answers import Job, Piece, TokenScore
-from draftkit.serving.protocol import ChatRequest, CompletionRequest, Json
+from draftkit.serving.protocol import ChatRequest, CompletionRequest, Json, StreamOptions
 from draftkit.serving.texts import Texts
 
 LEAST_LOG_PROB = -9999.0  # JSON knows no infinity; OpenAI's word for it
@@ -80,14 +80,15 @@ class Reply:
     ) -> None:
         """`jobs`: one for each choice."""
         self.request, self.jobs, self._texts = request, jobs, texts
-        self.streams = bool(request.stream)
+        self.streams = request.stream
+        self._options = request.stream_options or StreamOptions()
         self._is_chat = isinstance(request, ChatRequest)
         self._kind = "chat.completion" if self._is_chat else "text_completion"
         if self._is_chat and self.streams:
             self._kind += ".chunk"
         prefix = "chatcmpl" if self._is_chat else "cmpl"
         self._name, self._created = f"{prefix}-{secrets.token_hex(12)}", int(time.time())
-        self._read = sum(len(job.prompt_ids) for job in jobs) // request.choices
+        self._read = sum(len(job.prompt_ids) for job in jobs) // request.n
         self._written = 0  # tokens that have been sent
 
     def whole(self, pieces: Sequence[Sequence[Piece]]) -> Json:
@@ -110,8 +111,7 @@ class Reply:
         """The next chunk of a stream; the last one of a choice tells of its speculation."""
         self._written += len(piece.scores)
         more: Json = {}
-        options = self.request.stream_options
-        if options and options.include_usage and options.continuous_usage_stats:
+        if self._options.include_usage and self._options.continuous_usage_stats:
             more["usage"] = self._usage()  # of all choices so far
         if piece.speculation is not None:
             more["speculative"] = Speculative.of([piece.speculation])
@@ -119,8 +119,7 @@ class Reply:
 
     def closing(self) -> list[Json]:
         """The chunk that tells the usage, where it is wanted."""
-        options = self.request.stream_options
-        wanted = options is not None and options.include_usage
+        wanted = self._options.include_usage
         return [self._body([], usage=self._usage())] if wanted else []
 
     def _body(self, choices: list[Json], **more: Any) -> Json:

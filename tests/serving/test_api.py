@@ -132,35 +132,6 @@ def test_a_chat(client: OpenAI, engine: FakeEngine) -> None:
     assert len(engine.jobs[-1].prompt_ids) == len("user: Hi\nassistant: ")
 
 
-def test_a_chat_as_a_stream(client: OpenAI) -> None:
-    body = chat(max_tokens=8, stream=True, logprobs=True)
-    chunks = list(client.chat.completions.create(**body))
-    assert chunks[0].choices[0].delta.role == "assistant"
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "Grüße "
-    scored = [c.choices[0].logprobs.content or [] for c in chunks if c.choices[0].logprobs]
-    assert sum(map(len, scored)) == 8
-    assert chunks[-1].choices[0].finish_reason == "length"
-
-
-def test_log_probs_of_a_completion(client: OpenAI) -> None:
-    made = client.completions.create(model=NAME, prompt="a", max_tokens=4, logprobs=2)
-    found = made.choices[0].logprobs
-    assert found is not None
-    assert found.tokens == ["G", "r", "bytes:\\xc3", "bytes:\\xbc"]
-    assert found.token_logprobs == [-0.5] * 4
-    assert found.top_logprobs is not None
-    assert found.top_logprobs[0] == {"G": -0.5, "H": -1.5}
-
-
-def test_log_probs_of_a_chat(client: OpenAI) -> None:
-    made = client.chat.completions.create(**chat(max_tokens=3, logprobs=True, top_logprobs=2))
-    found = made.choices[0].logprobs
-    assert found is not None
-    assert found.content is not None
-    assert [entry.bytes for entry in found.content] == [[71], [114], [0xC3]]
-    assert [top.logprob for top in found.content[0].top_logprobs] == [-0.5, -1.5]
-
-
 def test_models(client: OpenAI, address: str) -> None:
     assert [model.id for model in client.models.list()] == [NAME]
     assert client.models.retrieve(NAME).id == NAME

@@ -37,7 +37,7 @@ from draftkit.data.rollouts import Record
 from draftkit.data.store import rank_in_group
 from draftkit.decoding.generation import decode, make_requests
 from draftkit.distillation.assembly import load_learner
-from draftkit.distillation.fit import Fitted, Fitting
+from draftkit.distillation.fit import Fitted, fit
 from draftkit.distillation.samplers import ROLLOUTS, TEST, VALIDATION, target_answers
 from draftkit.distillation.sources import TrainingTexts, reads_rollouts
 from draftkit.evaluation.alpha import PromptTotals, estimates, score_contexts
@@ -227,8 +227,8 @@ def distill(
         draft = load_learner(config.draft, pair.target)  # what is served may be rounded
         if draft.reads:
             declare_target(draft.model.config, address_of(config.target))
-        return Fitting(
-            config=config,
+        return fit(
+            config,
             target=pair.target,
             draft=draft,
             texts=TrainingTexts(examples, room, rollouts),
@@ -237,7 +237,7 @@ def distill(
             tracker=Tracker(work),
             note=note,
             loss=loss,
-        ).run()
+        )
 
 
 def _section(kind: type[Any], given: Any) -> Any:

@@ -25,7 +25,6 @@ from draftkit.config import Config
 from draftkit.data.rollouts import read_records
 from draftkit.data.splits import read_splits
 from draftkit.decoding.graphs import compile_seconds
-from draftkit.distillation.fit import TRIAL_SHARE
 from draftkit.distillation.pretrain import compiles
 from draftkit.evaluation.walltime import FIRST_LOOK
 from draftkit.models.devices import resolve_device
@@ -111,7 +110,6 @@ def shortened(name: str, config: Config, limit: int, order: str) -> Config:
         "optim.eval_steps": steps,
         "optim.save_steps": max(1, steps - 1),
         "optim.logging_steps": logged,
-        "optim.rate_factors": [],
         "optim.compile": str(compiled).lower(),
         "evaluate.prompts": min(options.prompts, max(FEWEST, options.batch_size)),
         "evaluate.validation_prompts": min(options.validation_prompts, options.batch_size),
@@ -171,7 +169,7 @@ def answering_seconds(run: Run) -> float:
 
 
 def training_seconds(run: Run) -> float:
-    """Loading and the first step; steps, validations and checkpoints; trials of the rate."""
+    """Loading and the first step; steps, validations and checkpoints."""
     optim, steps = run.config.optim, run.times("train")
     _, last = run.times("validation")
     answers = run.folder.inputs["scores" if "scores" in run.folder.inputs else "contexts"]
@@ -182,9 +180,7 @@ def training_seconds(run: Run) -> float:
     checks, saves = ceil(optim.max_steps / optim.eval_steps), optim.max_steps / optim.save_steps
     whole = run.seconds + run.compiling + a_step * (optim.max_steps - len(steps))
     whole += validation * (share * (checks + 1) - 2)  # of few rows there were two
-    whole += save * (saves + checks * WEIGHTS_OF_STATE - 1)
-    trial = steps[0] + a_step * optim.max_steps / TRIAL_SHARE + validation * share + save
-    return whole + trial * len(optim.rate_factors)
+    return whole + save * (saves + checks * WEIGHTS_OF_STATE - 1)
 
 
 def judging_seconds(run: Run) -> float:

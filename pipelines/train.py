@@ -17,7 +17,7 @@ from draftkit.distillation.assembly import (
     load_learner,
     load_teaching_target,
 )
-from draftkit.distillation.fit import Fitting, with_warmup
+from draftkit.distillation.fit import fit, with_warmup
 from draftkit.distillation.progress import training_seconds
 from draftkit.distillation.ranks import is_first
 from draftkit.distillation.sources import TrainingTexts, check_source_of_head
@@ -82,8 +82,8 @@ def train(config: Config, folder: StageFolder) -> dict[str, Any]:
         stored=scored is not None,
         framed=config.generate.hidden_states,
     )
-    fitted = Fitting(
-        config=config,
+    fitted = fit(
+        config,
         target=target,
         draft=load_learner(folder.model(config, "draft"), target),
         texts=TrainingTexts(
@@ -96,7 +96,7 @@ def train(config: Config, folder: StageFolder) -> dict[str, Any]:
         folder=folder.path,
         tracker=folder.tracker,
         note=folder.note,
-    ).run()
+    )
     if is_first():
         declare_target(fitted.draft.model.config, folder.digests["target"])
         fitted.save(folder.path / DRAFT)
@@ -117,8 +117,6 @@ def train(config: Config, folder: StageFolder) -> dict[str, Any]:
     # The most by which stored scores may have understated validation alpha.
     if bounds := [line["alpha_error_bound"] for line in lines if "alpha_error_bound" in line]:
         summary["alpha_error_bound"] = bounds[-1]
-    if rates := fitted.alpha_by_rate:
-        summary["alpha_by_rate"] = {f"{rate:.2e}": alpha for rate, alpha in rates.items()}
     return summary
 
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -302,11 +301,7 @@ def test_a_loss_that_cannot_be_told_from_others_gets_no_folder(pair, tmp_path):
 def test_a_chat_trains_or_chooses_the_weights_and_never_both(pair, monkeypatch):
     jobs: list[Any] = []
 
-    def fitting(**given: Any) -> Any:
-        jobs.append(given)
-        return SimpleNamespace(run=lambda: None)
-
-    monkeypatch.setattr(draftkit.api, "Fitting", fitting)
+    monkeypatch.setattr(draftkit.api, "fit", lambda config, **given: jobs.append(given))
     roles = ("user", "assistant") * 3
     chats = [[{"role": role, "content": f"{number}"} for role in roles] for number in range(8)]
     draftkit.distill(pair, chats, max_length=64)
@@ -425,7 +420,7 @@ def peak():
 pair = draftkit.load_pair("TARGET", "DRAFT", dtype="float32", evaluate=EvaluateConfig(
     max_new_tokens=4))
 size, loaded = pair.target.adapter.weight_bytes, peak()
-optim = OptimConfig(per_device_train_batch_size=2, learning_rate=1e-4, rate_factors=[0.5, 1])
+optim = OptimConfig(per_device_train_batch_size=2, learning_rate=1e-4)
 prompts = ["ab", "cd", "ef", "gh"]
 drafter = draftkit.distill(pair, prompts, steps=4, max_length=8, optim=optim)
 draftkit.evaluate(pair.with_draft(drafter), prompts)
@@ -507,7 +502,7 @@ def measured(code: str, folder: Path, *words: str) -> list[float]:
 
 @pytest.mark.soak
 def test_distilling_holds_one_copy_of_the_target(tmp_path):
-    """Of 0.5 GB, through two trials of a rate, the run and the evaluation."""
+    """Of 0.5 GB, through the run and the evaluation."""
     save_large_pair(tmp_path, torch.float32)
     size, more = measured(MEMORY, tmp_path)
     assert size > 0.5e9

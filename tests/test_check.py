@@ -33,7 +33,7 @@ from tests.test_prepare import smoke
 pytestmark = pytest.mark.usefixtures("short_bursts", "forked")
 
 SCORED = ["source=target", "generate.rollouts=8", "generate.top_k=8", "draft.lora.rank=2"]
-SCORED += ["evaluate.temperatures=[1.0,0.0]", "optim.rate_factors=[1.0,2.0]"]
+SCORED += ["evaluate.temperatures=[1.0,0.0]"]
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,6 @@ WRONG: dict[str, list[Any]] = {
     "decode.verification": ["lenient"],
     "decode.tree": [-1, 65],
     "decode.typical_epsilon": [0, 1.5],
-    "optim.rate_factors": [[1, 0]],
     "optim.compile": ["yes"],
     "optim.learning_rate": [0],
     "optim.max_steps": [0, 1.5],

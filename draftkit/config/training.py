@@ -138,8 +138,6 @@ class OptimConfig(Section, key="optim"):
 
     # null: by the draft's width, see `learning_rate_for`
     learning_rate: float | None = positive(None)
-    # Multiples of it, of which the best on validation after a quarter of the steps is taken.
-    rate_factors: list[float] = setting([], above=0)
     lr_scheduler_type: str = setting("cosine", names=("cosine", "linear", "constant"))
     warmup_steps: int = setting(10, least=0)
     max_steps: int = positive(100)

@@ -42,7 +42,6 @@ class Outcome:
     tokens: int
     best_step: int
     best_alpha: float | None
-    last_alpha: float | None
 
 
 def train(
@@ -63,7 +62,7 @@ def train(
     optim = trainer.optim
     # Only where texts are sampled anew: a resumed run samples them with the same weights.
     saved_every = source.refresh_steps * math.ceil(optim.save_steps / source.refresh_steps)
-    best: dict[str, Any] = {"best_step": 0, "best_alpha": None, "last_alpha": None}
+    best: dict[str, Any] = {"best_step": 0, "best_alpha": None}
     if (folder / CHECKPOINT).exists():
         best |= load_checkpoint(folder / CHECKPOINT, trainer)
         if evaluate is not None:  # these may be of a step behind the checkpoint, and come again
@@ -91,7 +90,7 @@ def train(
     trainer.accelerator.wait_for_everyone()  # for files of the first process
     if evaluate is not None:
         load_weights(folder / BEST, trainer)
-    return Outcome(trainer.steps, trainer.tokens, **best)
+    return Outcome(trainer.steps, trainer.tokens, best["best_step"], best["best_alpha"])
 
 
 def due(step: int, every: int, last: int) -> bool:
@@ -107,14 +106,7 @@ def keep_if_best(trainer: Trainer, folder: Path, best: dict[str, Any], alpha: fl
     """
     alpha = agree(alpha)
     known = -math.inf if best["best_alpha"] is None else best["best_alpha"]
-    best["last_alpha"] = alpha
     if trainer.steps == 0 or alpha > known:
         now = {"best_step": trainer.steps, "best_alpha": None if math.isnan(alpha) else alpha}
         best |= now
         save_weights(folder / BEST, trainer, now)
-
-
-def discard_state(folder: Path) -> None:
-    """Delete what only a resumed run needs, of one that is complete and whose weights are saved."""
-    for name in (CHECKPOINT, BEST):
-        (folder / name).unlink(missing_ok=True)

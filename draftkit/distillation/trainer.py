@@ -50,10 +50,6 @@ class StepMetrics:
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
-class TrainingFailed(ValueError):
-    """A step could not be taken: the loss was not finite, or no token counted."""
-
-
 def learning_rate_for(width: int, *, head: bool = False) -> float:
     """A peak rate for a draft of hidden size `width`, or for a head on hidden states of that width.
 
@@ -120,7 +116,8 @@ class Trainer:
         self.objective = replace(objective, outcomes=outcomes)
         self.steps = self.tokens = 0
         self._begun = 0  # step at which the schedule of the rate began
-        self.peak_rate = self._rate(optim)
+        width, head = draft.width, bool(draft.reads)
+        self.peak_rate = optim.learning_rate or learning_rate_for(width, head=head)
         self._autocast = autocast
         self._seed = seed
         self._plain_share = plain_share
@@ -146,18 +143,6 @@ class Trainer:
         named = self.draft.named_parameters()
         return [(name, weight) for name, weight in named if weight.requires_grad]
 
-    def _rate(self, optim: OptimConfig) -> float:
-        """The peak rate that `optim` gives, or else the draft's width."""
-        width, head = self.draft.width, bool(self.draft.reads)
-        return optim.learning_rate or learning_rate_for(width, head=head)
-
-    def restart(self, optim: OptimConfig) -> None:
-        """Begin a run of its own under `optim`, without moments; the weights stay."""
-        self.optim = optim
-        self.steps = self.tokens = self._begun = 0
-        self.peak_rate = self._rate(optim)
-        self.optimizer.state.clear()
-
     def begin(self) -> None:
         """Let the schedule of the rate begin here, as in a run of its own; moments stay."""
         self._begun = self.steps
@@ -165,7 +150,7 @@ class Trainer:
     def step(self, batch: Batch, *, measure: bool = False) -> StepMetrics:
         """Take one optimizer step on `batch`; with `measure`, also report its alpha.
 
-        Raises TrainingFailed when no token counts, or the loss or the norm of its gradient is not
+        Raises ValueError when no token counts, or the loss or the norm of its gradient is not
         finite, on all ranks alike: weights and moments stay those of the last step.
         """
         started = time.perf_counter()
@@ -179,7 +164,7 @@ class Trainer:
         tokens = int(self._over_ranks(sum(len(part.token_ids) for part in parts)))
         whole = self._over_ranks(sum(float(values.sum()) for values in weights))
         if whole == 0:
-            raise TrainingFailed(f"no token counts at step {self.steps}: use divergence.tokens=all")
+            raise ValueError(f"no token counts at step {self.steps}: use divergence.tokens=all")
         with self._training():
             tasks = zip(parts, entries, weights, strict=True)
             loss, overlap = self._backward([*tasks], whole, measure)
@@ -234,7 +219,7 @@ class Trainer:
     def _clip(self, loss: float) -> float:
         """Clip the gradient; return the norm that it had.
 
-        Raises TrainingFailed, with the gradient forgotten, unless `loss` and norm are finite.
+        Raises ValueError, with the gradient forgotten, unless `loss` and norm are finite.
         """
         limit = self.optim.max_grad_norm
         norm = self.accelerator.clip_grad_norm_(self._module.parameters(), limit)
@@ -242,7 +227,7 @@ class Trainer:
         for name, value in (("loss", loss), ("norm of the gradient", float(norm))):
             if not math.isfinite(value):
                 self._step_optimizer.zero_grad()
-                raise TrainingFailed(
+                raise ValueError(
                     f"the {name} became {value} at step {self.steps}: lower optim.learning_rate"
                 )
         return float(norm)

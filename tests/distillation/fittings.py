@@ -17,7 +17,7 @@ from draftkit.config import (
 from draftkit.data.lengths import Room
 from draftkit.data.prompts import Example
 from draftkit.distillation.assembly import load_learner
-from draftkit.distillation.fit import Fitting
+from draftkit.distillation.fit import Fitted, fit
 from draftkit.distillation.samplers import target_sampler
 from draftkit.distillation.sources import TrainingTexts
 from draftkit.models.loading import load_target
@@ -58,19 +58,16 @@ def _known(pair: Path) -> Any:
     return target, examples, records
 
 
-def make_fitting(pair: Path, folder: Path, config: Config = CONFIG, **changes: Any) -> Fitting:
-    """What `config` asks for on the pair below `pair`, in `folder`."""
+def fitted(pair: Path, folder: Path, config: Config = CONFIG, **changes: Any) -> Fitted:
+    """The drafter that `config` asks for on the pair below `pair`, made in `folder`."""
     target, examples, records = _known(pair)
     target = changes.pop("target", target)
     folder.mkdir(parents=True, exist_ok=True)
-    fitting = Fitting(
-        config=config,
-        target=target,
-        draft=load_learner(DraftConfig(path=str(pair / "draft")), target),
-        texts=TrainingTexts(examples[:20], Room(1018, 1024), records[:20]),
-        validation=records[20:],
-        folder=folder,
-        tracker=Tracker(folder),
-        note=lambda line: None,
-    )
-    return replace(fitting, **changes)
+    given: dict[str, Any] = {
+        "draft": load_learner(DraftConfig(path=str(pair / "draft")), target),
+        "texts": TrainingTexts(examples[:20], Room(1018, 1024), records[:20]),
+        "validation": records[20:],
+        "tracker": Tracker(folder),
+        "note": lambda line: None,
+    }
+    return fit(config, target=target, folder=folder, **given | changes)

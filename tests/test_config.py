@@ -77,7 +77,6 @@ WRONG: dict[str, list[Any]] = {
     "online.routes": [["default", "../code"], ["code"]],
     "online.route": ["code"],
     "online.anchor_fraction": [-0.1, 0.8],
-    "online.worth": [-1],
     "online.buffer.fraction": [1.1],
     "online.gate.fraction": [0],
     "online.gate.records": [1],

@@ -30,7 +30,7 @@ class BufferConfig(Section, key="online.buffer"):
 
     fraction: float = setting(1.0, least=0, most=1)  # of the requests; 0 records nothing
     top_k: int = setting(32, least=0)  # ids of the target stored for every token; 0: none
-    max_megabytes: float = positive(256.0)
+    max_megabytes: float = positive(256.0)  # of records; the file may take twice as much
     retention_days: float = positive(30.0)
 
 
@@ -65,7 +65,6 @@ class OnlineConfig(Section, key="online"):
     # Of the rows of a step; half of them are of recent traffic, the rest of older.
     anchor_fraction: float = setting(0.25, least=0, most=0.5)
     most_updates: int | None = positive(None)  # null: until told to stop
-    worth: float = setting(0.005, least=0)  # alpha that an update must gain, lest the next wait
     buffer: BufferConfig = field(default_factory=BufferConfig)
     gate: GateConfig = field(default_factory=GateConfig)
 

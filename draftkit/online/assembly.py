@@ -58,7 +58,6 @@ def make_refit(
         anchors=anchors,
         settings=config.online,
         folder=folder,
-        gamma=config.proposals,
         seed=config.seed,
         stored_at=config.training_temperature if knows is None else None,
     )

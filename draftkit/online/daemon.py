@@ -6,9 +6,8 @@ It runs beside the server and knows nothing of it but what lies in the buffer: r
 how many requests wait. While more wait than `PAUSE_QUEUE` no step is taken. Either process
 may die at any moment: the server serves on, and the daemon goes on from its last update.
 
-Updates become rarer while the gate refuses them, and while the versions in service have saved less
-time than all updates have cost. No error of a route ends the daemon: it is logged with its
-traceback, and the route is left alone for a while.
+No error of a route ends the daemon: it is logged with its traceback, and the route is left alone
+for a while.
 """
 
 import logging
@@ -96,19 +95,10 @@ class Daemon:
         """What follows an update, which stands whatever becomes of that."""
         self.updates += 1
         try:
-            self._weigh(refit, update)
             self.log(refit, update)
             refit.registry.collect(KEPT_VERSIONS)
         except Exception:
             logger.exception("route %s: an error after an update, which stands", refit.route)
-
-    def _weigh(self, refit: Refit, update: Update) -> None:
-        """Let the next update of `refit` wait where all have cost more than they have saved."""
-        saved = sum(refit.seconds_saved() for refit in self.refits)
-        spent = sum(refit.state["seconds"] for refit in self.refits)
-        pays = saved == 0 or saved >= spent  # 0: nothing has served yet
-        if update.version is not None and not pays:
-            refit.back_off()
 
     def hold(self) -> None:
         """Wait while the server is busy. Raises `Stopped` when told to stop."""

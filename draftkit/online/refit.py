@@ -26,17 +26,15 @@ from draftkit.data.rollouts import Record, document_of
 from draftkit.distillation.batch import Batch, collate
 from draftkit.distillation.checkpoint import load_checkpoint, save_checkpoint
 from draftkit.distillation.trainer import Trainer
-from draftkit.evaluation.alpha import PromptTotals, is_chained
+from draftkit.evaluation.alpha import PromptTotals
 from draftkit.models.lora import merged_weights
 from draftkit.online.buffer import Buffer
 from draftkit.online.gate import Judge, Verdict, judge, judge_served
 from draftkit.online.registry import Registry, Version
 from draftkit.online.rows import Anchors, drawn, with_scores
-from draftkit.theory.speedup import expected_tokens
 
 STATE = "state.safetensors"
-BACKOFF, BACKOFF_MOST = 2.0, 16.0  # by which the next update waits longer, and at most
-NEWEST = 32  # records by which a drift shows, and after which it is looked for again
+DOUBLINGS = 4  # of the wait for the next update, at most
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,6 @@ class Refit:
     anchors: Anchors
     settings: OnlineConfig
     folder: Path
-    gamma: int
     seed: int
     # With stored scores the temperature of the loss, at which records must have been served to be
     # trained on. None: every record will do.
@@ -77,14 +74,10 @@ class Refit:
         self.state: dict[str, Any] = {
             "update": 0,
             "last_id": 0,  # of the records that updates have seen
-            "wait": 1.0,  # times `min_records`, until the next update
+            "refused": 0,  # updates in a row, by the gate or taken back
             "base": "",  # the version that the weights come from
-            "alpha_low": None,  # of that version, on the traffic of the last update
-            "seconds": 0.0,  # that updates have taken
-            "tokens": 0,  # that they have trained on
             "gates": {},  # version -> how often other weights were tested against it
             "chosen": {},  # version -> the newest record when it was published
-            "growth": {},  # version -> its tau over that of the one before, both after its gate
             "alphas": {},  # version -> its alpha on held-out traffic after its gate
             "anchor_change": None,  # of the weights of the last update, since the first version
             "records": 0,  # that updates have seen, of the training side
@@ -92,43 +85,22 @@ class Refit:
         }
         self._path = self.folder / STATE
         self._trainer: Trainer | None = None
-        self._drift_looked_at = 0  # new records at the last look for a drift
 
     # When
 
     def due(self) -> bool:
-        """Whether enough was recorded since the last update."""
-        _, base = self._restore()
-        news = self.new_records()
-        if news < self.settings.min_records:
+        """Whether enough was recorded since the last update, and for a gate."""
+        self._restore()
+        if self.new_records() < self.wanted:
             return False
         most = self.settings.gate.records
-        if self.buffer.conversations(self.route, held_out=True, newest=most) < LEAST_PROMPTS:
-            return False
-        return news >= self.wanted or self._has_drifted(base, news)
-
-    def _has_drifted(self, base: Version, news: int) -> bool:
-        """Whether alpha on the newest records lies below what the last update left.
-
-        Then the wait of updates that did not pay is over: the traffic is another. Models run only
-        where `NEWEST` records have come since the last look. A false alarm costs an early update,
-        which the gate judges like any other.
-        """
-        known = self.state["alpha_low"]
-        if known is None or news < self._drift_looked_at + NEWEST:
-            return False
-        self._drift_looked_at = news
-        after = self.state["last_id"]
-        records, conversations = self._scorable(NEWEST, held_out=False, after=after)
-        if conversations < LEAST_PROMPTS:
-            return False
-        scored = self.judge.score(self.registry.read(base), records)
-        return scored.alpha.high < known
+        held_out = self.buffer.conversations(self.route, held_out=True, newest=most)
+        return held_out >= LEAST_PROMPTS
 
     @property
     def wanted(self) -> int:
-        """New records that the next update waits for."""
-        return int(self.settings.min_records * self.state["wait"])
+        """New records that the next update waits for: twice as many after each that was refused."""
+        return self.settings.min_records * 2 ** min(self.state["refused"], DOUBLINGS)
 
     def new_records(self) -> int:
         """Records that no update has seen."""
@@ -198,16 +170,10 @@ class Refit:
 
         last_id: of the records that it has seen.
         """
-        state, verdict, published = self.state, update.verdict, update.version is not None
-        change, known = verdict.anchor_change, verdict.after if published else verdict.before
-        pays = published and verdict.gain.mean >= self.settings.worth
+        state, change = self.state, update.verdict.anchor_change
         state["gates"][base.name] = state["gates"].get(base.name, 0) + 1
-        self._drift_looked_at = 0
-        if pays:
-            state["wait"] = 1.0
-        else:
-            self.back_off()
-        if update.version is not None:
+        state["refused"] = 0 if update.version else state["refused"] + 1
+        if update.version:
             state["chosen"][update.version] = self.buffer.last_id(self.route)
         if change is not None:
             state["anchor_change"] = change.as_dict()
@@ -215,31 +181,15 @@ class Refit:
             "update": update.number + 1,
             "last_id": last_id,
             "base": update.version or base.name,
-            "alpha_low": known.low,
-            "seconds": state["seconds"] + update.seconds,
-            "tokens": state["tokens"] + update.tokens,
             "records": state["records"] + update.records,
         }
         forgotten = change is not None and change.low < -self.settings.gate.anchor_tolerance
-        if forgotten and not published:
+        if forgotten and not update.version:
             self._restart(base)
 
     def records_seen(self) -> int:
         """Records of the training side that updates have seen, or will."""
         return self.state["records"] + self.new_records()
-
-    def seconds_saved(self) -> float:
-        """Seconds of decoding that published versions have saved: of each, what it has served times
-        the growth of tau over the version before it, by the theory at paired alphas. A version
-        whose growth is not known yet has saved nothing.
-        """
-        growth = self.state["growth"]
-        served = self.buffer.served(self.route)
-        return sum(one.seconds * (growth.get(one.version, 1.0) - 1) for one in served)
-
-    def back_off(self) -> None:
-        """Wait longer for the next update: the last ones have not paid."""
-        self.state["wait"] = min(self.state["wait"] * BACKOFF, BACKOFF_MOST)
 
     def _working(self) -> Trainer:
         assert self._trainer
@@ -334,7 +284,7 @@ class Refit:
         self, base: Version, *, held_out: bool
     ) -> tuple[PromptTotals, PromptTotals] | None:
         """The version before `base`, and `base`, scored on those records that came after its gate;
-        what they say of its alpha and growth goes into the state.
+        what they say of its alpha goes into the state.
 
         Those of the gate chose it, so what they say of it is too high. None where they are too few,
         or there is nothing to compare with.
@@ -352,10 +302,6 @@ class Refit:
             return None  # deleted or damaged
         before = self.judge.score(earlier, fresh)
         now = self.judge.score(self.registry.read(base), fresh)
-        lengths = [before.alpha.mean, now.alpha.mean]
-        if not is_chained(self.judge.draft):
-            lengths = [expected_tokens(alpha, self.gamma) for alpha in lengths]
-        self.state["growth"][base.name] = lengths[1] / lengths[0]
         self.state["alphas"][base.name] = now.alpha.as_dict()
         return before, now
 
@@ -383,6 +329,6 @@ class Refit:
             reason = judge_served(now=now, before=before, look=look, measure=self.judge.measure)
         if reason is not None:
             self.registry.rollback(base.parent, reason=reason, current=base.name)
-            self.back_off()
+            self.state["refused"] += 1
         save_checkpoint(self._path, self._working(), self.state)  # a restart looks no second time
         return reason

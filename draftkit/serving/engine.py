@@ -295,13 +295,9 @@ class Engine:
 
     def _round(self) -> None:
         """Bring all on by a round; where that fails, all that run end as "error"."""
-        started = time.monotonic()
         try:
-            results = self.decoder.round()
-            seconds = time.monotonic() - started
-            rows = sum(len(result.slots) for result in results)
-            for result in results:
-                self._take(result, seconds / rows)
+            for result in self.decoder.round():
+                self._take(result)
             self._errors_in_a_row = 0
         except Exception:
             log.exception("%d answers end by an error", len(self._running))
@@ -310,21 +306,21 @@ class Engine:
             for slot, answer in [*self._running.items()]:
                 self._leave(slot, answer.end("error"))
 
-    def _take(self, result: RoundResult, seconds: float) -> None:
-        """Bring a group's round to its answers; `seconds` is each row's share of the time."""
+    def _take(self, result: RoundResult) -> None:
+        """Bring a group's round to its answers."""
         record({slot: self._running[slot].completion for slot in result.slots}, result)
         log_probs = result.target_log_probs.tolist()
         for row, slot in enumerate(result.slots):
             answer, version = self._running[slot], result.proposer_version
             scores = log_probs[row][: result.committed[row]]
             piece = answer.take(scores, version=version, done=result.done[row])
-            self._count(answer, result, row, seconds)
+            self._count(answer, result, row)
             if piece is not None and piece.finish_reason is None:
                 self._tell(answer, piece)
             elif piece is not None:
                 self._leave(slot, piece)
 
-    def _count(self, answer: Answer, result: RoundResult, row: int, seconds: float) -> None:
+    def _count(self, answer: Answer, result: RoundResult, row: int) -> None:
         drafted, tested = result.lengths[row], result.tested[row]
         accepted = answer.completion.steps[-1].accepted
         with self._changed:
@@ -337,7 +333,6 @@ class Engine:
             counts.accepted += accepted
             counts.tested += tested
             counts.acceptance += sum(result.acceptance[row, :tested].tolist())
-            counts.seconds += seconds
 
     def _leave(self, slot: int, piece: Piece) -> None:
         """Free the slot of an answer whose last piece this is."""

@@ -103,7 +103,6 @@ class Shop:
             anchors=anchors or Anchors(),
             settings=self.settings,
             folder=folder / "refit",
-            gamma=4,
             seed=7,
         )
 

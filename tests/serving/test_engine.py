@@ -53,7 +53,6 @@ def test_greedy_answers_are_the_targets_whoever_joins_and_leaves() -> None:
     assert tally.tested == sum(s.tested for s in speculations)
     assert tally.acceptance == pytest.approx(sum(s.acceptance for s in speculations))
     assert 0 < tally.acceptance <= tally.tested
-    assert tally.seconds > 0
 
 
 def test_adapting_answers_are_the_targets_and_a_seeded_one_says_the_same_in_company() -> None:

@@ -2,7 +2,6 @@
 
 import copy
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,17 +36,6 @@ def test_an_answer_of_two_versions_is_counted_for_both(tmp_path: Path) -> None:
         stepped(engine)
         keys = {version for _, version in engine.counters().drafters}
     assert keys == {START, "v000001"}
-
-
-def test_rows_share_the_time_of_their_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    ticks = iter(range(1000))
-    clock = SimpleNamespace(monotonic=lambda: float(next(ticks)))
-    monkeypatch.setattr("draftkit.serving.engine.time", clock)
-    with serving(started=False) as engine:
-        ask(engine, *[job(PROMPT, 9, sampling=GREEDY)] * 2)
-        engine._step()
-        (tally,) = engine.counters().drafters.values()
-    assert (tally.seconds, tally.rounds) == (1.0, 2)
 
 
 def test_counts_that_were_handed_out_stay_as_they_were() -> None:

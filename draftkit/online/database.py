@@ -65,13 +65,13 @@ class Database:
 
     def _check(self, connection: sqlite3.Connection) -> None:
         """Raise ValueError for a damaged file, and for a whole one of another format."""
+        is_whole, stored = False, 0
         try:
             is_whole = connection.execute("PRAGMA integrity_check(1)").fetchone()[0] == "ok"
             stored = connection.execute("PRAGMA user_version").fetchone()[0]
         except sqlite3.DatabaseError as error:
             if _code(error) not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
                 raise
-            is_whole = False
         way_out = "move it away, and a new one begins"
         if not is_whole:
             raise ValueError(f"{self.path} is damaged: {way_out}")

@@ -33,7 +33,6 @@ from draftkit.evaluation.walltime import Timed
 from draftkit.models.adapter import Adapter
 from draftkit.models.head_files import kind_of
 from draftkit.models.loading import Target, load_draft, load_target, with_path
-from draftkit.models.memory import give_back_freed_memory
 from draftkit.models.parallel import PLAIN
 from draftkit.tracking import Tracker
 
@@ -173,7 +172,6 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
     for temperature in config.evaluate.temperatures or [served]:
         sampling, key = replace(config.sampling, temperature=temperature), f"{temperature:g}"
         answers = answers_at[temperature]
-        give_back_freed_memory()  # of the check, or of another temperature
         measured = gather(
             target,
             drafts,

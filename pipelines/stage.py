@@ -33,12 +33,7 @@ from draftkit.config import Config, ModelConfig
 from draftkit.distillation.ranks import agree, is_first, processes
 from draftkit.evaluation.walltime import now
 from draftkit.models.devices import resolve_device
-from draftkit.models.memory import (
-    give_back_freed_memory,
-    keep_few_primitives,
-    keep_freed_memory,
-    reset_peak,
-)
+from draftkit.models.memory import keep_freed_memory, reset_peak
 from draftkit.tracking import FILE_NAME, Tracker
 
 from .checksums import digest_of_model
@@ -333,7 +328,6 @@ def _run(product: Product, stored: dict[str, Any] | None) -> None:
 def _compute(product: Product, tracker: Tracker) -> dict[str, Any]:
     """The stage's own function, seeded; random state outside stays as it was."""
     keep_freed_memory()
-    keep_few_primitives()
     reset_peak(resolve_device(product.config.hardware))
     name = product.name
     folder = StageFolder(product.folder, tracker, name, product.paths, product.digests)
@@ -345,6 +339,5 @@ def _compute(product: Product, tracker: Tracker) -> dict[str, Any]:
     finally:
         gc.collect()  # models stand in reference cycles, and the next stage needs the memory
         torch.cuda.empty_cache()
-        give_back_freed_memory()
     summary.setdefault("seconds", round(time.perf_counter() - started, 2))
     return summary

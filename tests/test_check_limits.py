@@ -73,7 +73,7 @@ def test_what_is_refused_fails_and_what_is_allowed_runs(
     assert needed > 1.2e9
     # The libraries take 0.45 GB of each process, and of a dry run there are three.
     # Four steps gather nothing of what the dry run adds for hundreds.
-    taken = needed - max(GAPS["train"], 0.2 * needed)
+    taken = needed - GAPS["train"]
     for most, fits in ((0.7 * taken, False), (0.9e9 + 1.25 * needed, True)):
         code, shown = run("check", tmp_path, group=group(int(most)))
         assert code == (0 if fits else 2), shown

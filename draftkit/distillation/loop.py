@@ -26,7 +26,6 @@ from draftkit.distillation.checkpoint import (
 from draftkit.distillation.ranks import agree
 from draftkit.distillation.sources import Source
 from draftkit.distillation.trainer import Trainer
-from draftkit.models.memory import FreedMemory
 
 CHECKPOINT, BEST = "checkpoint.safetensors", "best.safetensors"
 
@@ -69,7 +68,7 @@ def train(
             best |= read_notes(folder / BEST)
     elif evaluate is not None:
         keep_if_best(trainer, folder, best, evaluate(0))
-    clock, counted, freed = time.perf_counter(), trainer.tokens, FreedMemory()
+    clock, counted = time.perf_counter(), trainer.tokens
     while trainer.steps < optim.max_steps:
         logged = due(trainer.steps + 1, optim.logging_steps, optim.max_steps)
         batch = source.batch(trainer.steps)
@@ -84,7 +83,6 @@ def train(
             clock, counted = time.perf_counter(), trainer.tokens
         if due(trainer.steps, optim.eval_steps, optim.max_steps) and evaluate is not None:
             keep_if_best(trainer, folder, best, evaluate(trainer.steps))
-        freed.check()
         if due(trainer.steps, saved_every, optim.max_steps):
             save_checkpoint(folder / CHECKPOINT, trainer, best)
     trainer.accelerator.wait_for_everyone()  # for files of the first process

@@ -1,7 +1,5 @@
-"""What models take is counted from shapes, and what is free within every limit of a process."""
+"""What models take is counted from shapes, and what is free within limits of control groups."""
 
-import multiprocessing
-import resource
 from pathlib import Path
 
 import pytest
@@ -19,23 +17,6 @@ def test_weights_are_counted_as_they_come_to_be(architecture: str) -> None:
     model = tiny.model(architecture, tie_word_embeddings=True)
     count = sum(weight.numel() for weight in model.parameters())
     assert weight_count(model.config) == count
-
-
-def test_a_limit_of_the_process_bounds_what_is_free() -> None:
-    """In a process of its own, which the limit ends with."""
-    assert free_bytes(CPU) > 0
-
-    def limited(answers: "multiprocessing.queues.Queue[int]") -> None:
-        used = memory._sizes(Path("/proc/self/status"))["VmSize"]
-        resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
-        answers.put(free_bytes(CPU))
-
-    context = multiprocessing.get_context("fork")
-    answers = context.Queue()
-    process = context.Process(target=limited, args=(answers,))
-    process.start()
-    assert 0 < answers.get(timeout=20) <= 64 << 20
-    process.join()
 
 
 def test_the_tightest_control_group_counts_but_for_pages_of_files(

@@ -4,6 +4,7 @@ Exit code 0: complete. 2: something that the user can put right, told in one lin
 1: a bug, with its traceback. 130: interrupted.
 """
 
+import errno
 import os
 import re
 import sys
@@ -14,28 +15,45 @@ from functools import partial
 from typing import Any
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from draftkit.artifacts import fingerprint
 from draftkit.config import Config
 from draftkit.distillation.ranks import is_first, leave_group
 
 from .configuration import (
     COMPOSITION_ERRORS,
     CONF_DIR,
-    check_own_files,
+    OVERRIDE,
     explain,
     register_schema,
     spelled_out,
-    swept_label,
     to_config,
 )
 from .dry import dry_run
-from .errors import user_line
 from .product import Stage, complete_summary, plan
 from .stage import make_all, module_of, say, show_plan
 
 DRY = ("distill", "evaluate", "generate", "export", "check")  # what takes `limit`
-OVERRIDE = re.compile(r"[^-].*=|~")  # a word that is neither an option nor its value
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+def user_line(error: Exception) -> str:
+    """The one line about an error that is the user's to put right; empty for a bug."""
+    system = error if isinstance(error, OSError) else OSError()
+    # A library that writes by itself says it in words.
+    if system.errno in FULL or "No space left on device" in str(error):
+        return (
+            f"no space left on the device of {system.filename or 'the output folder'}: free some "
+            "and run the same command again (what was complete is intact), or use root=... on "
+            "another device"
+        )
+    if system.errno in FORBIDDEN:
+        return f"{system.strerror}: {system.filename}; change its permissions, or use root=..."
+    return " ".join(str(error).split()) if isinstance(error, ValueError) else ""
 
 
 def guarded(name: str, call: Callable[[], Any], *, raw: bool = False) -> None:
@@ -65,27 +83,33 @@ def run_command(name: str, launch: Callable[[Config], Any]) -> None:
     """
     register_schema()
     raw = os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
-    sys.argv[1:] = arguments = spelled_out(sys.argv[1:])
-    # argparse reads overrides in one piece: let options stand among them.
-    sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: bool(OVERRIDE.match(word)))
 
     def job(composed: DictConfig) -> None:
         # Hydra would announce an error of the job by a line of its own: it never sees one.
         def checked() -> None:
-            check_own_files()
             config = to_config(composed)
             if config.limit is not None and (config.certify or name not in DRY):
                 raise ValueError(f"limit: there is a dry run of {', '.join(DRY)}, none of {name}")
-            if label := swept_label(arguments):
+            active, label = HydraConfig.get(), None
+            if active.mode == RunMode.MULTIRUN and (swept := active.job.override_dirname):
+                label = re.sub(r"[^\w.,=+-]", "_", swept)
+                label = label if len(label) <= 120 else f"{label[:100]}-{fingerprint(swept)}"
                 say(f"{name}: sweep job {label}")
-            launch(replace(config, job=label or None))
+            launch(replace(config, job=label))
 
         guarded(name, checked, raw=raw)
 
     job.__module__ = f"{__package__}.{name}"  # Hydra names the job after it
     decorate = hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us whole, to be told in one line
-    guarded(name, decorate(job), raw=raw)
+
+    def start() -> None:
+        # argparse reads overrides in one piece: let options stand among them.
+        words = spelled_out(sys.argv[1:])
+        sys.argv[1:] = sorted(words, key=lambda word: bool(OVERRIDE.match(word)))
+        decorate(job)()
+
+    guarded(name, start, raw=raw)
 
 
 def launch(stage: Stage, config: Config) -> dict[str, Any]:

@@ -6,31 +6,27 @@ add one), a value still to be given or a value out of range never leaves it. A c
 that must be given by an empty text: Hydra drops `???` in a group that has a schema.
 
 `sampling.from` is known here alone, as no field of Python can be called so: a `Config` holds the
-sampling that came out, whatever it came from. The other keys of `sampling` are null in the schema,
-so that a value that was set differs from a default.
+sampling that came out, whatever it came from. The other keys of `sampling` are null until they are
+set, so that a value that was set beside the model's differs from a default.
 """
 
 import difflib
 import re
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import field, fields, is_dataclass, make_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
-from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from draftkit.artifacts import fingerprint
 from draftkit.config import (
     DIVERGENCE_NAMES,
     MAPPINGS,
@@ -44,36 +40,26 @@ from draftkit.config import (
 from draftkit.distillation.ranks import is_first
 
 CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
-_CHOOSE_THE_FOLDER = ("name", "root", "experiment")  # no need to repeat them in a job's folder
 COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, YAMLError)
 SAMPLING, FROM = "sampling", "from"
+OVERRIDE = re.compile(r"[^-].*=|~")  # a word that is neither an option nor its value
+# What the name of a sweep's job leaves out, and what the folder of the jobs is called after.
+UNNAMED = "hydra.job.config.override_dirname.exclude_keys"
+FOLDER = ("name", "root", "experiment")
 # Groups of one key: `divergence=jsd` is `divergence.name=jsd`. A mixture has weights beside it.
 NAMED = {"divergence": DIVERGENCE_NAMES, "source": SOURCE_NAMES}
 EVEN = {"name": MIXTURE, MIXTURE: {"forward_kl": 0.5, "tvd": 0.5}}
 
 
-def _unset_sampling() -> dict[str, Any]:
-    return {FROM: SAMPLING_FROM_NAMES[0], **dict.fromkeys(vars(SamplingConfig()))}
-
-
-def _schema_field(section: Any) -> tuple[str, Any, Any]:
-    if section.name == SAMPLING:
-        return SAMPLING, dict[str, Any], field(default_factory=_unset_sampling)
-    default = {"default": section.default, "default_factory": section.default_factory}
-    return section.name, section.type, field(**default)
-
-
-Schema = make_dataclass("Schema", map(_schema_field, fields(Config)), kw_only=True)
-
-
 @cache
 def register_schema() -> None:
-    """Store `Schema` where the defaults list of `conf/config.yaml` looks for `schema`, and `NAMED`.
+    """Store the schema where the defaults list of `conf/config.yaml` looks for it, and `NAMED`.
 
     In YAML `${by_device:A,B}` is A on a GPU and B on a CPU.
     """
     store = ConfigStore.instance()
-    store.store(name="schema", node=Schema)
+    unset = {FROM: SAMPLING_FROM_NAMES[0], **dict.fromkeys(vars(SamplingConfig()))}
+    store.store(name="schema", node={**vars(Config()), SAMPLING: unset})
     for group, names in NAMED.items():
         for name in names:
             store.store(group=group, name=name, node={"name": name})
@@ -135,7 +121,8 @@ def to_config(composed: DictConfig) -> Config:
     printed. Raises ValueError, one line, naming the key that is unknown, not given or out of range,
     or the file that cannot be read.
     """
-    known, values = known_settings(), flatten(OmegaConf.to_container(composed, resolve=True))
+    content: Any = OmegaConf.to_container(composed, resolve=True)
+    known, values = known_settings(), flatten(content)
     for key in values:  # Hydra adds what has a plus
         if key not in known:
             raise ValueError(_unknown_key(key))
@@ -143,13 +130,12 @@ def to_config(composed: DictConfig) -> Config:
     if missing:
         wanted = " ".join(f"{key}=..." for key in missing)
         raise ValueError(f"{', '.join(missing)} must be given: add {wanted}")
-    given = {key: value for key, value in composed[SAMPLING].items() if value is not None}
+    given = {key: value for key, value in content[SAMPLING].items() if value is not None}
     origin = given.pop(FROM, SAMPLING_FROM_NAMES[0])
     if origin not in SAMPLING_FROM_NAMES:
         choices = ", ".join(SAMPLING_FROM_NAMES)
         raise ValueError(f"{SAMPLING}.{FROM} must be one of {choices}, got {origin!r}")
-    others = OmegaConf.masked_copy(composed, [key for key in composed if key != SAMPLING])
-    typed = OmegaConf.merge(OmegaConf.structured(Config), {**others, SAMPLING: given})
+    typed = OmegaConf.merge(OmegaConf.structured(Config), {**content, SAMPLING: given})
     config = OmegaConf.to_object(typed)
     assert isinstance(config, Config)
     raw = flatten(OmegaConf.to_container(composed, resolve=False))
@@ -179,15 +165,20 @@ def spelled_out(words: Sequence[str]) -> list[str]:
 
     `draft.path` chooses `draft=local`, and no cut of an experiment: what is given is not made. A
     setting that is a mapping takes new keys, which Hydra adds or replaces with two plusses alone.
+    The jobs of a sweep are named by what is not the same in all of them.
     """
     swept = any(word in ("-m", "--multirun") for word in words)
     words = [_as_typed(word, swept=swept) for word in words]
     words = [f"++{word}" if word.startswith(MAPPINGS) else word for word in words]
     given = any(word.startswith("draft.path=") and word != "draft.path=null" for word in words)
-    chosen = any(word.startswith(("draft=", "+draft=")) for word in words)
-    # In front, as options may stand behind.
-    whole = ["draft=local", "draft.shrink.layers=[]", "draft.shrink.vocabulary=0"]
-    return [*whole, *words] if given and not chosen else [*words]
+    # What is added stands in front, as options may stand behind.
+    if given and not any(word.startswith(("draft=", "+draft=")) for word in words):
+        words = ["draft=local", "draft.shrink.layers=[]", "draft.shrink.vocabulary=0", *words]
+    if swept:
+        overrides = OverridesParser.create().parse_overrides([*filter(OVERRIDE.match, words)])
+        fixed = [one.key_or_group for one in overrides if not one.is_sweep_override()]
+        words = [f"{UNNAMED}=[{','.join([*FOLDER, *fixed])}]", *words]
+    return words
 
 
 def _as_typed(word: str, *, swept: bool) -> str:
@@ -242,81 +233,18 @@ def compose_config(overrides: Sequence[str] = ()) -> Config:
 
 
 def explain(error: BaseException) -> str:
-    """Boil a composition error of Hydra, OmegaConf or YAML down to one line."""
-    text = str(error)
-    detail = f"{text}\n{error.__cause__ or ''}"
-    if isinstance(error, YAMLError):
-        return " ".join(text.split())
-    if match := re.search(r"Could not find '([^']+)/([^'/]+)'", text):
-        group, option = match.groups()
-        options = sorted(getattr(error, "options", None) or [])  # with those of --config-dir
-        hint = _did_you_mean(option, options)
-        return f"{group}={option} does not exist{hint} (choices: {', '.join(options)})"
-    if match := re.search(r"Could not override '([^']+)'\. No match in the defaults list", text):
-        name = match.group(1)
-        if name == "experiment":
-            return "an experiment is added with a plus: +experiment=<name>"
-        return f"there is no group {name}{_did_you_mean(name, groups())}"
-    if match := re.match(r"Multiple values for (\w+)\.", text):
-        name, plus = match.group(1), "+" if match.group(1) == "experiment" else ""
-        return f"{name} is given twice: use one {plus}{name}=<choice>"
+    """An error of Hydra, OmegaConf or YAML in one line: as they say it, with the near match."""
+    text, cause = str(error), error.__cause__
     file = re.match(r"In '([^']+)': .* raised while composing config:", text)
-    where = _file_name(file.group(1)) + ": " if file else ""
-    match = re.search(r"full_key: (\S+)", detail)
-    key = match.group(1) if match else ""
-    if re.search(r"Key '.+' (?:is )?not in", detail):
+    where = f"{file[1]}.yaml: " if file else ""
+    said = str(cause) if isinstance(cause, OmegaConfBaseException) else text
+    found = re.search(r"full_key: (\S+)", said)
+    key = found[1] if found else ""
+    if re.search(r"Key '.+' (?:is )?not in", said):
         typed = re.search(r"Could not override '([^']+)'", text)
-        if typed and typed.group(1).startswith(f"{key}."):  # a wrong section: show it whole
-            key = typed.group(1)
-        return where + _unknown_key(key)
-    if "Invalid type assigned" in detail:
-        return f"{where}{key} is a section: give its settings, {key}.NAME=VALUE"
-    if "Cannot convert 'dict'" in detail:
-        return f"{where}{key} is one setting: give {key}=VALUE"
-    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    if file and cause is error:
-        lines = lines[1:]
-    lines = lines[:2] if "override" in lines[0] and not key else lines[:1]
-    return where + (f"{key}: " if key else "") + ": ".join(lines)
-
-
-def _file_name(config: str) -> str:
-    """The file of a configuration that Hydra names: one of ours, or one below `--config-dir`."""
-    return f"conf/{config}.yaml" if (CONF_DIR / f"{config}.yaml").is_file() else f"{config}.yaml"
-
-
-def check_own_files() -> None:
-    """Raise ValueError for a file below `--config-dir` that one of ours hides.
-
-    Asked inside a Hydra job.
-    """
-    sources = HydraConfig.get().runtime.config_sources
-    for folder in (Path(source.path) for source in sources if source.provider == "command-line"):
-        for ours in sorted(CONF_DIR.rglob("*.yaml")):
-            own = folder / ours.relative_to(CONF_DIR)
-            if own.is_file() and own.read_bytes() != ours.read_bytes():
-                raise ValueError(f"{own} is hidden by draftkit's own of that name: rename it")
-
-
-def swept_label(arguments: Sequence[str]) -> str:
-    """`divergence=jsd,source=draft`: what other jobs of a sweep have otherwise than this one.
-
-    `arguments`: of the command line. Empty outside a sweep. Asked inside a Hydra job.
-    """
-    active, parser = HydraConfig.get(), OverridesParser.create()
-    if active.mode != RunMode.MULTIRUN:
-        return ""
-    fixed = set(_CHOOSE_THE_FOLDER)  # and what has one value on the command line
-    for argument in arguments:
-        with suppress(HydraException):  # an option such as --multirun
-            override = parser.parse_override(argument)
-            if not override.is_sweep_override():
-                fixed.add(override.key_or_group)
-    swept = [
-        str(argument).lstrip("+~")
-        for argument in active.overrides.task
-        if parser.parse_override(argument).key_or_group not in fixed
-    ]
-    label = re.sub(r"[^\w.,=+-]", "_", ",".join(swept))
-    return label if len(label) <= 120 else f"{label[:100]}-{fingerprint(swept)}"
+        return where + _unknown_key(max(key, typed[1] if typed else "", key=len))
+    if options := getattr(error, "options", None):  # of a group, where a choice is none
+        wrong = str(getattr(error, "missing_cfg_file", "")).rpartition("/")[2]
+        said = said.replace("\n", f"{_did_you_mean(wrong, options)}\n", 1)
+    said = re.split(r"\n *full_key:|\nConfig search path:", said)[0]
+    return where + (f"{key}: " if key else "") + " ".join(said.split())

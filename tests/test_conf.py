@@ -355,9 +355,9 @@ def test_no_file_names_a_class_or_a_resolver_but_that_of_the_machine() -> None:
 
 REFUSALS = [
     ("+experiment=quikstart", "did you mean quickstart"),
-    ("experiment=quickstart", "+experiment="),
+    ("experiment=quickstart", "use +experiment=quickstart"),
     ("divergence=jds", "did you mean jsd"),
-    ("+divergence=jsd", "divergence is given twice"),
+    ("+divergence=jsd", "Multiple values for divergence"),
     ("divergense=jsd", "did you mean divergence"),
     ("+optim.lerning_rate=1", "did you mean optim.learning_rate"),
     ("optm.learning_rate=1", "did you mean optim.learning_rate"),
@@ -370,8 +370,10 @@ REFUSALS = [
     ("sampling.temperature=hot", "sampling.temperature: Value 'hot'"),
     ("sampling.form=model", "did you mean sampling.from"),
     ("data.domains=python", "data.domains"),
-    ("decode=block", "decode is a section: give its settings, decode.NAME=VALUE"),
-    ("tracker.mode=none", "tracker is one setting: give tracker=VALUE"),
+    ("decode=block", "there is no setting decode: did you mean decode."),
+    ("optim.max_steps={a: 1}", "optim.max_steps: "),
+    ("tracker.mode=none", "there is no setting tracker.mode"),
+    ("seed=many", "seed: Value 'many'"),
     ("target.lora.rank=2", "there is no setting target.lora.rank: did you mean draft.lora.rank?"),
     ("decode={gamma: 3, gam: 4}", "did you mean decode.gamma"),
     ("decode.gamma=[3", "'[3'"),
@@ -395,7 +397,7 @@ def test_a_typo_in_a_file_is_refused_by_file_and_key(
     monkeypatch.setattr(configuration, "CONF_DIR", tmp_path / "conf")
     experiment = tmp_path / "conf" / "experiment"
     (experiment / "mine.yaml").write_text("# @package _global_\nname: mine\ndecode:\n  gama: 3\n")
-    with pytest.raises(ValueError, match=r"^conf/experiment/mine.yaml: .*did you mean decode"):
+    with pytest.raises(ValueError, match=r"^experiment/mine.yaml: .*did you mean decode"):
         compose_config(["+experiment=mine"])
     (experiment / "mine.yaml").write_text("# @package _global_\nname: [mine\n")
     with pytest.raises(ValueError, match=r"mine\.yaml.*line 2") as error:

@@ -266,15 +266,12 @@ def test_experiments_of_ones_own_are_added_by_their_folder(
         assert code == 2
         return one_line(err)
 
-    assert "experiment=story does not exist: did you mean stories? (choices: " in refused(
+    assert "Could not find 'experiment/story': did you mean stories? Available options" in refused(
         "--config-dir=own", "+experiment=story"
     )
     assert refused("--config-dir", "owm", "+experiment=stories") == (
         f"down: Additional config directory '{tmp_path / 'owm'}' not found"
     )
-    hiding = own.with_name("pair.yaml")
-    hiding.write_text("# @package _global_\n")
-    assert refused(*words) == f"down: {hiding} is hidden by draftkit's own of that name: rename it"
     own.write_text(example + "decode: {gama: 3}\n")
     assert refused(*words) == (
         "down: experiment/stories.yaml: there is no setting decode.gama: did you mean decode.gamma?"

@@ -1,11 +1,11 @@
-"""Files that are whole or absent: atomic writes, checksums, fingerprints, provenance.
+"""Files that are whole or absent: atomic writes, locks, checksums, fingerprints, provenance.
 
 Everything the project stores goes through `atomic_path`: it is written under a temporary sibling
 name, flushed to the disk, and renamed. A process killed at any moment leaves the old product or
 the new one, and at most a temporary name that `recover` clears away on the next open.
 
 This module does not know what it stores, nor which stage or experiment asks. One process writes a
-path at a time; the stage folder's lock sees to that.
+path at a time: it holds a folder by `locked`.
 """
 
 import hashlib
@@ -25,6 +25,9 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
+LOCK = ".lock"
 PINNED_PACKAGES = ("draftkit", "torch", "transformers", "datasets", "peft", "accelerate", "wandb")
 PINNED_PACKAGES += ("hydra-core", "tokenizers", "safetensors", "pyarrow", "numpy")
 _LEFTOVER = re.compile(r"\.(.+)\.(tmp|old)-(\d+)")  # of which path, what, and whose
@@ -133,6 +136,29 @@ def remove(path: str | Path) -> None:
         temporary = _beside(path, "tmp")
         path.rename(temporary)
         _remove(temporary)
+
+
+@contextmanager
+def locked(folder: Path, *, wait: Callable[[str], object] | None = None) -> Iterator[None]:
+    """Hold `folder` (made if missing) for this thread alone; a killed holder lets go.
+
+    Raises ValueError when another one holds it, unless it is waited for: that is told to `wait`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        if wait is None:
+            raise ValueError(
+                f"{folder} is in use by another run: wait until it ends, or use name=..."
+            ) from None
+        wait(f"waiting for another run that is making {folder}")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def write_text(path: str | Path, text: str) -> None:

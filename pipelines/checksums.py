@@ -10,13 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from draftkit.artifacts import fingerprint, remembered, sha256_file
+from draftkit.artifacts import fingerprint, locked, remembered, sha256_file
 from draftkit.config import DataConfig, ModelConfig
 from draftkit.models.files import address_of, files_of_model, model_sha256
 from draftkit.models.gguf_files import VERSION, convert, file_named
 from draftkit.models.loading import check_folder
-
-from .lock import locked
 
 MEMORY = Path("shared") / "checksums.json"  # below the root: remembered checksums
 Model = TypeVar("Model", bound=ModelConfig)
@@ -53,7 +51,7 @@ def unpacked(model: Model, root: str) -> tuple[Model, str]:
     content = remembered(file, Path(root) / MEMORY, sha256_file, [file])
     home = Path(root) / "shared" / "gguf" / fingerprint([VERSION, content])
     folder, line = home / file.stem, f"{key}.path {model.path}: read into {home / file.stem}"
-    with locked(home, wait=True):
+    with locked(home, wait=partial(print, flush=True)):
         if not folder.is_dir():
             line = f"{key}.path {model.path}: {convert(file, folder, key)}"
     return replace(model, path=str(folder), revision=None), line

@@ -17,7 +17,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from draftkit.artifacts import remove
+from draftkit.artifacts import LOCK, locked, remove
 from draftkit.data.prompts import Example
 from draftkit.data.rollouts import OPTIONAL, Record, read_records, write_records
 from draftkit.data.splits import ABOUT, SCHEMA, SPLITS, read_splits
@@ -30,7 +30,6 @@ from draftkit.models.memory import free_bytes
 
 from .dry_stage import FEWEST, LONGEST, OWN, run_dry
 from .lengths import answer_tokens
-from .lock import LOCK, locked
 from .product import Product, ordered, pending, table
 from .stage import check, make
 from .weights import gigabytes, refuse_too_large
@@ -69,7 +68,7 @@ def dry_run(name: str, goal: Product, limit: int) -> None:
     free = free_bytes(resolve_device(goal.config.hardware))
     root, taken = Path(goal.config.root) / FOLDER, dict[Path, dict[str, float]]()
     folders = {step.folder: root / f"{n}-{step.name}" for n, step in enumerate(waiting)}
-    with locked(root, wait=False):
+    with locked(root):
         _empty(root)
         try:
             texts = texts_by_order(goal, waiting, root, limit)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from draftkit.artifacts import provenance, write_json
+from draftkit.artifacts import locked, provenance, write_json
 from draftkit.config import Config
 from draftkit.data.rollouts import read_parts
 from draftkit.distillation.assembly import load_teaching_target
@@ -19,7 +19,6 @@ from draftkit.online.refit import Refit, Update
 from draftkit.online.rows import Anchors
 
 from .contexts import read_contexts
-from .lock import locked
 from .plan import ONLINE
 from .prepare import check_pair
 from .product import SUMMARY, plan
@@ -49,7 +48,7 @@ def daemon(config: Config) -> None:
     stop = Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    with locked(folder / STATE, wait=False):
+    with locked(folder / STATE):
         watch(config, folder, stop)
     print("online: told to stop" if stop.is_set() else "online: all updates done", flush=True)
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from draftkit.artifacts import locked
 from draftkit.config import Config
 from draftkit.decoding.catalogue import proposer_of
 from draftkit.models.loading import Target, load_draft, load_target, model_config
@@ -34,7 +35,6 @@ from draftkit.serving.server import DRAIN_SECONDS, Server, listen, make_app
 from draftkit.serving.texts import Texts
 
 from .command import run_command
-from .lock import locked
 from .plan import SERVE
 from .prepare import check_pair
 from .product import plan
@@ -120,7 +120,7 @@ def serve(config: Config) -> None:
         if key is None:
             require_key(listening, settings.host)
         # Of two, each would overwrite how busy the other says it is, which the daemon goes by.
-        stack.enter_context(locked(service_folder(config) / SERVER, wait=False))
+        stack.enter_context(locked(service_folder(config) / SERVER))
         check_pair(config)
         made = inputs_of(SERVE, config)
         target_config, fingerprints = made.model(config, "target"), checksums_of(config, made)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from draftkit.artifacts import remove
+from draftkit.artifacts import LOCK, locked, remove
 from draftkit.config import Config, DraftConfig
 from draftkit.models.compatibility import unknown_target
 from draftkit.models.loading import Outline, load_draft, model_config, save_draft
@@ -20,7 +20,6 @@ from draftkit.online.buffer import Buffer
 from draftkit.online.registry import Registry
 from draftkit.tracking import FILE_NAME
 
-from .lock import LOCK, locked
 from .product import SUMMARY
 from .stage import StageFolder
 
@@ -104,7 +103,7 @@ def clear_service(config: Config, *roles: str) -> None:
     folder, account = service_folder(config), daemon_folder(config)
     with ExitStack() as stack:
         for role in roles:
-            stack.enter_context(locked(folder / role, wait=False))
+            stack.enter_context(locked(folder / role))
         states = [path for path in (folder / STATE).iterdir() if path.name != LOCK]
         logs = sorted(folder.glob(f"{BUFFER}*"), reverse=True)  # before their file
         for path in (*states, folder / DRAFTERS, account / SUMMARY, account / FILE_NAME, *logs):

@@ -21,6 +21,8 @@ import torch
 import yaml
 
 from draftkit.artifacts import (
+    LOCK,
+    locked,
     provenance,
     recover,
     recover_tree,
@@ -37,7 +39,6 @@ from draftkit.models.memory import keep_freed_memory, reset_peak
 from draftkit.tracking import FILE_NAME, Tracker
 
 from .checksums import digest_of_model
-from .lock import LOCK, locked
 from .product import (
     MANIFEST,
     SUMMARY,
@@ -223,7 +224,7 @@ def make(product: Product, *, overwrite: bool = False, wait: bool = True) -> Non
 def _make_alone(product: Product, *, overwrite: bool, wait: bool) -> None:
     """Lock, claim and run; a refused run that has stored nothing leaves no folder."""
     path = product.folder
-    with locked(path, wait=wait):
+    with locked(path, wait=say if wait else None):
         if not overwrite and complete_summary(product) is not None:
             return  # the process that we waited for has made it
         stored, message = _claim(product, overwrite=overwrite)

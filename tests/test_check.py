@@ -14,6 +14,7 @@ import torch
 from transformers import LlamaConfig
 
 import pipelines.prepare
+from draftkit.artifacts import locked
 from draftkit.config import Config, DraftConfig, TargetConfig
 from draftkit.data.rollouts import Record
 from draftkit.distillation.progress import duration
@@ -22,7 +23,6 @@ from pipelines import dry, weights
 from pipelines.check import check, goal_of, target_findings, template_findings
 from pipelines.command import launch, run_command
 from pipelines.configuration import compose_config
-from pipelines.lock import locked
 from pipelines.plan import DISTILL, EXPORT, GENERATE, TEXTS
 from pipelines.product import SUMMARY, Product, ordered, plan
 from pipelines.stage import ensure
@@ -121,7 +121,7 @@ def test_a_launch_of_several_processes_and_a_second_dry_run_are_refused(
 ) -> None:
     config = smoke(root)
     with (
-        locked(Path(config.root) / dry.FOLDER, wait=False),
+        locked(Path(config.root) / dry.FOLDER),
         pytest.raises(ValueError, match=r"\.dry is in use by another run: wait"),
     ):
         check(config)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from draftkit.artifacts import locked
 from draftkit.config import SamplingConfig
 from draftkit.decoding.generation import decode, make_requests
 from draftkit.models.loading import load_target, save_model
 from draftkit.online.registry import Registry
 from draftkit.serving.server import listen
 from pipelines.configuration import compose_config
-from pipelines.lock import locked
 from pipelines.serve import KEY_VARIABLE, answered_at, api_key, serve
 from pipelines.service import service_folder
 from tests import tiny
@@ -153,7 +153,7 @@ def test_a_second_server_of_a_service_is_refused(pair: list[str], tmp_path: Path
     """Whatever its port; a server that has ended, or was killed, holds nothing."""
     config = compose_config(overrides(pair, tmp_path))
     with (
-        locked(service_folder(config) / "server", wait=False),
+        locked(service_folder(config) / "server"),
         pytest.raises(ValueError, match="server is in use by another run"),
     ):
         serve(config)

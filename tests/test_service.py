@@ -10,13 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from draftkit.artifacts import read_json, write_json
+from draftkit.artifacts import locked, read_json, write_json
 from draftkit.config import Config, DraftConfig
 from draftkit.models.compatibility import TARGET_SHA256
 from draftkit.online.buffer import Buffer
 from draftkit.online.registry import Version
 from pipelines.configuration import compose_config
-from pipelines.lock import locked
 from pipelines.refitting import daemon, daemon_folder
 from pipelines.rollback import rollback
 from pipelines.serve import serve
@@ -173,7 +172,7 @@ def test_overwrite_clears_the_service_unless_the_other_process_runs(
     run, role = COMMANDS[command]
     changed = replace(other(config, pairs, "draft"), overwrite=True)
     folder = service_folder(config)
-    with locked(folder / role, wait=False), pytest.raises(ValueError, match="in use by another"):
+    with locked(folder / role), pytest.raises(ValueError, match="in use by another"):
         run(changed)
     assert count(config) == 1
     assert (folder / "refit" / "default" / "state.safetensors").exists()

@@ -13,12 +13,11 @@ import torch
 
 import pipelines.plan
 import pipelines.stage
-from draftkit.artifacts import read_json, write_json
+from draftkit.artifacts import LOCK, locked, read_json, write_json
 from draftkit.config import Config, HardwareConfig, flatten
 from pipelines.benchmarks import decoder, drift, training
 from pipelines.command import launch
 from pipelines.experiments import serve_and_refit
-from pipelines.lock import LOCK, locked
 from pipelines.product import Stage, is_below, plan
 from pipelines.stage import StageFolder, ensure
 from tests.toy import CHECKPOINT, Toy, metrics, result, stage, with_steps
@@ -178,7 +177,7 @@ def test_a_second_launch_is_refused_wherever_the_first_one_is(config: Config) ->
     before = stage("before", lambda c, folder: {}, reads=("seed",), command="after")
     after = stage("after", lambda c, folder: {}, inputs=(before,))
     with (
-        locked(plan(before, config).folder, wait=False),
+        locked(plan(before, config).folder),
         pytest.raises(ValueError, match=r"in use by another run: wait.*, or use name="),
     ):
         launch(after, config)
@@ -187,7 +186,7 @@ def test_a_second_launch_is_refused_wherever_the_first_one_is(config: Config) ->
 
 def test_a_needed_stage_that_another_run_is_making_is_waited_for(toy: Toy, config: Config) -> None:
     path = plan(toy.up, config).folder
-    with locked(path, wait=False):
+    with locked(path):
         waiting = threading.Thread(target=ensure, args=(toy.up, config))
         waiting.start()
         other = Toy()

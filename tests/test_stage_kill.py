@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import pipelines.stage
+from draftkit.artifacts import LOCK
 from draftkit.config import Config
 from pipelines.command import launch
-from pipelines.lock import LOCK
 from tests.toy import Toy, result, with_steps
 
 TOUCHES = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree")

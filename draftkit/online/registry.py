@@ -2,7 +2,6 @@
 
     <folder>/<route>/versions/v000001/    a plain drafter folder with its `version.json`
     <folder>/<route>/current              JSON, replaced atomically: name, ancestors, why
-    <folder>/<route>/lock
 
 It knows folders, checksums and names; not what a drafter computes, who trains it or who serves it.
 Changes take a lock between processes, readers take none. A process killed at any moment leaves
@@ -11,9 +10,9 @@ holds is compared with its checksums whenever weights are read.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
+import logging
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,13 +25,14 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from draftkit.artifacts import atomic_path, read_json, remove, sha256_file, write_json
+from draftkit.artifacts import atomic_path, locked, read_json, remove, sha256_file, write_json
 from draftkit.config.service import DEFAULT_ROUTE
 from draftkit.online.fingerprints import require_same
 
 CURRENT, ABOUT = "current", "version.json"
 NAME = re.compile(r"v[0-9]{6,12}")
 _WEIGHTS = ".safetensors"
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,9 +154,8 @@ class Registry:
     @contextmanager
     def _changing(self) -> Iterator[None]:
         """Alone among all processes and threads, with leftovers of killed ones cleared away."""
-        self._versions.mkdir(parents=True, exist_ok=True)
-        with (self.path / "lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with locked(self.path, wait=_log.info):
+            self._versions.mkdir(exist_ok=True)
             for path in self._versions.glob(".v[0-9]*"):  # nobody writes here while this one may
                 shutil.rmtree(path, ignore_errors=True)
             yield

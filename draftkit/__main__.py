@@ -53,7 +53,10 @@ def main() -> None:
         lines = (f"    {command:<{width}}{line}" for command, line in known.items())
         print(HELP.format(commands="\n".join(lines)), end="")
     elif name == "--version":
-        print(f"draftkit {_version()}")
+        try:
+            print(f"draftkit {version('draftkit')}")
+        except PackageNotFoundError:
+            print("draftkit (a clone that is not installed)")
     elif name not in known:
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {close[0]}?" if close else "`draftkit --help` lists them"
@@ -64,13 +67,6 @@ def main() -> None:
             sys.path.insert(0, str(folder.parent))  # before another package of so common a name
         del sys.argv[1]
         runpy.run_module(f"{package}.{name}", run_name="__main__", alter_sys=True)
-
-
-def _version() -> str:
-    try:
-        return version("draftkit")
-    except PackageNotFoundError:
-        return "(a clone that is not installed)"
 
 
 if __name__ == "__main__":

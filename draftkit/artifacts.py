@@ -18,7 +18,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from glob import escape
@@ -292,16 +292,13 @@ def _hardware() -> dict[str, Any]:
     }
 
 
-def processor(hardware: Mapping[str, Any]) -> str:
-    """The processor of what `provenance` says of a machine, with the threads that computed."""
-    threads = hardware["torch_threads"] or hardware["cores"]
-    return f"{hardware['cpu']}, {threads} thread{'s' * (threads != 1)}"
-
-
 def machine(*, gpu: bool) -> str:
     """What computes, in words: the first GPU, or the processor with the threads in use."""
     hardware = _hardware()
-    return hardware["gpu"][0] if gpu else processor(hardware)
+    threads = hardware["torch_threads"] or hardware["cores"]
+    if gpu:
+        return str(hardware["gpu"][0])
+    return f"{hardware['cpu']}, {threads} thread{'s' * (threads != 1)}"
 
 
 def provenance() -> dict[str, Any]:

@@ -232,16 +232,11 @@ def _make_alone(product: Product, *, overwrite: bool, wait: bool) -> None:
         try:
             _run(product, stored)
         except (ValueError, OSError):
-            _discard_if_empty(path)
+            if all(is_record(child.name) for child in path.iterdir()):
+                remove(path)
+                if not any(path.parent.iterdir()):
+                    path.parent.rmdir()
             raise
-
-
-def _discard_if_empty(path: Path) -> None:
-    """Remove a folder in which a refused run has stored nothing but records."""
-    if all(is_record(child.name) for child in path.iterdir()):
-        remove(path)
-        if not any(path.parent.iterdir()):
-            path.parent.rmdir()
 
 
 def _claim(product: Product, *, overwrite: bool) -> tuple[dict[str, Any] | None, str]:

@@ -23,13 +23,8 @@ TRACKER_NAMES = ("offline", "online", "disabled", "none")
 DOMAIN_NAMES = ("python", "prose", "cpp")
 REFUSE, NEVER = "refuse", "never"  # of `draft.extra_tokens`; the default first
 SAMPLING_FROM_NAMES = ("config", "model")  # the default first
-KINDS: dict[Any, str] = {
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    bool: "true or false",
-}
-KINDS |= {NoneType: "null", list: "a list", dict: "a mapping"}
+KINDS: dict[Any, str] = {int: "a whole number", float: "a number", str: "text"}
+KINDS |= {bool: "true or false", NoneType: "null", list: "a list", dict: "a mapping"}
 
 
 def require(condition: bool, key: str, rule: str, value: object) -> None:
@@ -119,20 +114,6 @@ def kind_name(kind: Any) -> str:
     return " or ".join(map(kind_name, get_args(kind))) or KINDS.get(kind, f"a {kind.__name__}")
 
 
-def check_rules(section: Any, key: str) -> None:
-    """Raise ValueError naming the first field of `section`, below `key`, that breaks its rule."""
-    for one in fields(section):
-        rule, value = one.metadata.get("rule"), getattr(section, one.name)
-        name = f"{key}.{one.name}" if key else one.name
-        require(is_of(value, one.type), name, f"be {kind_name(one.type)}", value)
-        if rule is None or value is None:
-            continue
-        entries = value if isinstance(value, list) else [value]
-        require(bool(entries) or not rule.filled, name, "name at least one", value)
-        for entry in entries:
-            require(rule.fits(entry), name, str(rule), entry)
-
-
 class Section:
     """A part of the configuration, checked where it is made."""
 
@@ -142,7 +123,17 @@ class Section:
         cls.key = key
 
     def __post_init__(self) -> None:
-        check_rules(self, self.key)
+        section: Any = self  # a dataclass, as all its kinds are
+        for one in fields(section):
+            rule, value = one.metadata.get("rule"), getattr(self, one.name)
+            name = f"{self.key}.{one.name}".lstrip(".")
+            require(is_of(value, one.type), name, f"be {kind_name(one.type)}", value)
+            if rule is None or value is None:
+                continue
+            entries = value if isinstance(value, list) else [value]
+            require(bool(entries) or not rule.filled, name, "name at least one", value)
+            for entry in entries:
+                require(rule.fits(entry), name, str(rule), entry)
 
     def require(self, condition: bool, name: str, rule: str) -> None:
         """Raise ValueError naming the field `name` unless `condition` holds."""

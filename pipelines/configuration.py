@@ -135,7 +135,7 @@ def to_config(composed: DictConfig) -> Config:
     if origin not in SAMPLING_FROM_NAMES:
         choices = ", ".join(SAMPLING_FROM_NAMES)
         raise ValueError(f"{SAMPLING}.{FROM} must be one of {choices}, got {origin!r}")
-    typed = OmegaConf.merge(OmegaConf.structured(Config), {**content, SAMPLING: given})
+    typed = OmegaConf.merge(OmegaConf.structured(Config), {**composed, SAMPLING: given})
     config = OmegaConf.to_object(typed)
     assert isinstance(config, Config)
     raw = flatten(OmegaConf.to_container(composed, resolve=False))

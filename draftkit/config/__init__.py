@@ -48,7 +48,6 @@ from draftkit.config.text import (
     ModelConfig,
     PretrainConfig,
     SamplingConfig,
-    ShrinkConfig,
     TargetConfig,
 )
 from draftkit.config.training import (

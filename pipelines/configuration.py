@@ -237,14 +237,14 @@ def explain(error: BaseException) -> str:
     text, cause = str(error), error.__cause__
     file = re.match(r"In '([^']+)': .* raised while composing config:", text)
     where = f"{file[1]}.yaml: " if file else ""
-    said = str(cause) if isinstance(cause, OmegaConfBaseException) else text
-    found = re.search(r"full_key: (\S+)", said)
-    key = found[1] if found else ""
-    if re.search(r"Key '.+' (?:is )?not in", said):
+    reason = str(cause) if isinstance(cause, OmegaConfBaseException) else text
+    full = re.search(r"full_key: (\S+)", reason)
+    key = full[1] if full else ""
+    if re.search(r"Key '.+' (?:is )?not in", reason):
         typed = re.search(r"Could not override '([^']+)'", text)
         return where + _unknown_key(max(key, typed[1] if typed else "", key=len))
     if options := getattr(error, "options", None):  # of a group, where a choice is none
         wrong = str(getattr(error, "missing_cfg_file", "")).rpartition("/")[2]
-        said = said.replace("\n", f"{_did_you_mean(wrong, options)}\n", 1)
-    said = re.split(r"\n *full_key:|\nConfig search path:", said)[0]
-    return where + (f"{key}: " if key else "") + " ".join(said.split())
+        reason = reason.replace("\n", f"{_did_you_mean(wrong, options)}\n", 1)
+    reason = re.split(r"\n *full_key:|\nConfig search path:", reason)[0]
+    return where + (f"{key}: " if key else "") + " ".join(reason.split())

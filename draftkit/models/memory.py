@@ -93,8 +93,8 @@ def peak_bytes(device: torch.device) -> int:
 def _stated(path: Path, name: str) -> int | None:
     """What a line such as `VmHWM: 1024 kB` states, in bytes; None where the system has none."""
     with suppress(OSError):
-        found = re.search(rf"^{name}:\s+(\d+) kB$", path.read_text(encoding="utf-8"), re.MULTILINE)
-        return None if found is None else int(found[1]) << 10
+        line = re.search(rf"^{name}:\s+(\d+) kB$", path.read_text(encoding="utf-8"), re.MULTILINE)
+        return None if line is None else int(line[1]) << 10
     return None
 
 

@@ -48,8 +48,14 @@ soak: $(DEV)
 	$(BIN)/python -m pytest -m soak $(TIMED)
 
 # Everything that needs a GPU, on one, in at most nine minutes: tests marked gpu, two benchmarks.
+# PAIR: settings of another pair for the decoder, as "target.path=DIR draft.path=DIR".
 gpu: $(DEV)
-	$(BIN)/python -m pipelines.benchmarks.gpu
+	timeout 160 $(BIN)/python -m pytest -m gpu
+	timeout 260 $(BIN)/python -m pipelines.benchmarks.decoder +experiment=bench_decoder \
+		hardware=cuda name=gpu_decoder overwrite=true evaluate.draft=given \
+		decode.compile=captured $(PAIR)
+	timeout 120 $(BIN)/python -m pipelines.benchmarks.training +experiment=bench_distill \
+		hardware=cuda name=gpu_training overwrite=true
 
 # Other people's engines, an environment each, for `pytest -m engines`; what cannot be had is
 # skipped. TORCH: the wheel of torch's CPU build that vLLM needs, or its folder, where no index has it.

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from pipelines.configuration import compose_config
 from tests import releases
 from tests.conftest import ELSEWHERE
 
@@ -40,6 +41,15 @@ def test_what_is_left_out_has_a_command_of_its_own_that_is_said(
     for name, command in ELSEWHERE.items():
         assert command.startswith(f"make {name}")
         assert f"\n{name}: " in makefile
+
+
+def test_what_needs_a_gpu_takes_at_most_nine_minutes_and_composes() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", "")
+    recipe = makefile.partition("\ngpu: ")[2].partition("\n\n")[0]
+    lines = recipe.splitlines()[1:]
+    assert sum(int(line.split()[1]) for line in lines) <= 9 * 60
+    commands = [line.removesuffix("$(PAIR)").split()[5:] for line in lines if "pipelines" in line]
+    assert [compose_config(words).hardware.device for words in commands] == ["cuda", "cuda"]
 
 
 def test_other_releases_are_chosen_by_the_bounds_of_the_project() -> None:

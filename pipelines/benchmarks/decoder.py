@@ -2,8 +2,7 @@
 
 Times our plain and speculative decoding and Hugging Face's `generate` on one pair, the same
 held-out prompts, gamma and precision, in turns, in one process. The pair is the experiment's, its
-drafter the one that `evaluate.draft` names. On CUDA models of random weights follow, an 8 B shape
-with each of its drafters, for speed alone.
+drafter the one that `evaluate.draft` names.
 
 A *point* is one method in one setting (sampling and batch size). Rates run from the request to the
 last token on the host, prefill included, for every method. Methods are compared chunk by chunk. The
@@ -42,10 +41,10 @@ from draftkit.evaluation.walltime import (
     warm_up,
 )
 from draftkit.models.adapter import Adapter
-from draftkit.models.loading import load_draft, load_target
+from draftkit.models.loading import Target, load_draft, load_target
 from draftkit.models.memory import peak_bytes
 from draftkit.theory.acceptance import speedup
-from draftkit.theory.speedup import Costs, expected_tokens, speedup_from_length
+from draftkit.theory.speedup import Costs, speedup_from_length
 
 from ..command import main
 from ..evaluate import drafter_of, prompts_in
@@ -54,7 +53,6 @@ from ..prepare import check_pair
 from ..product import SUMMARY, Stage
 from ..stage import StageFolder
 from .decoder_peers import hugging_face
-from .random_models import DRAFTERS, LIKELY_ALPHA, TARGET, random_model, random_texts
 
 SPECULATIVE = "speculative"
 HF_PLAIN, HF_ASSISTED, HF_LOOKUP = "hf_plain", "hf_assisted", "hf_lookup"
@@ -69,7 +67,6 @@ TEMPERATURES = (0, 1)
 PROMPTS = 24  # of a setting; more where a batch size would make too few chunks of them
 MIN_CHUNKS = 6  # of a setting: fewer admit no 95 % interval of a median
 MAX_NEW_TOKENS = 96
-RANDOM_PROMPT_TOKENS, RANDOM_CALIBRATION_PROMPTS = 32, 8
 STAGE = Stage(
     name="benchmark",
     code="benchmarks.decoder",
@@ -93,12 +90,11 @@ def benchmark(config: Config, folder: StageFolder) -> dict[str, Any]:
     adapter = target.adapter
     draft = load_draft(drafter_of(config, folder), target)
     prompts = prompts_in(folder, folder.inputs["contexts"])
-    points = points_of(config, adapter, draft, prompts, folder, ends=target.eos_token_ids)
+    points = points_of(config, target, draft, prompts, folder)
     return {
         **headline(points),
         "gamma": config.proposals,
         "dtype": str(adapter.dtype).removeprefix("torch."),
-        "random": random_points(config, folder) if adapter.device.type == "cuda" else {},
         "compile_seconds": compiling + compile_seconds(),
         "peak_memory_bytes": peak_bytes(adapter.device),
         "points": points,
@@ -108,33 +104,22 @@ def benchmark(config: Config, folder: StageFolder) -> dict[str, Any]:
 # What is measured
 
 
-def prompts_of(batch_size: int) -> int:
-    """How many prompts a setting takes."""
-    return max(PROMPTS // batch_size, MIN_CHUNKS) * batch_size
-
-
 def points_of(
-    config: Config,
-    target: Adapter,
-    draft: Adapter,
-    prompts: Prompts,
-    folder: StageFolder,
-    *,
-    temperatures: Sequence[float] = TEMPERATURES,
-    ends: Sequence[int] = (),
+    config: Config, target: Target, draft: Adapter, prompts: Prompts, folder: StageFolder
 ) -> list[Point]:
-    """Measure every method in every setting. ends: ids that end a text.
+    """Measure every method in every setting.
 
     Raises ValueError naming `evaluate.prompts` where there are too few for a batch size.
     """
-    texts, device = [*prompts.test, *prompts.calibration], target.device.type
+    device = target.adapter.device.type
+    texts = [*prompts.test, *prompts.calibration]
     config = replace(config, evaluate=replace(config.evaluate, max_new_tokens=MAX_NEW_TOKENS))
     points: list[Point] = []
-    for temperature in temperatures:
+    for temperature in TEMPERATURES:
         sampling = replace(config.sampling, temperature=temperature)
-        every = timing(texts, sampling, ends, config)
+        every = timing(texts, sampling, target.eos_token_ids, config)
         for rows, methods in CASES[device].items():
-            count, known = prompts_of(rows), rows in COMPILED[device]
+            count, known = max(PROMPTS // rows, MIN_CHUNKS) * rows, rows in COMPILED[device]
             if len(prompts.test) < count:
                 raise ValueError(
                     f"evaluate.prompts: {rows} rows need {count} held-out prompts, there are "
@@ -144,36 +129,8 @@ def points_of(
             code = {"compiled": every.compiled and known, "captured": every.captured and known}
             setting = replace(every, batch_size=rows, **code)
             some = replace(prompts, test=prompts.test[:count])
-            points += measure(config, target, draft, some, setting, methods)
+            points += measure(config, target.adapter, draft, some, setting, methods)
     return points
-
-
-def random_points(config: Config, folder: StageFolder) -> dict[str, Any]:
-    """Points of `TARGET` with each of `DRAFTERS`, all of random weights.
-
-    What such models agree on means nothing; what a round costs does not depend on it. So a summary
-    holds the speed-up that these costs give one row at `LIKELY_ALPHA`.
-    """
-    name, shape = TARGET
-    target = random_model(shape, config.hardware, seed=config.seed)
-    most = max(map(prompts_of, CASES[target.device.type]))
-    count, length = most + RANDOM_CALIBRATION_PROMPTS, RANDOM_PROMPT_TOKENS
-    texts = random_texts(count, length, vocab_size=shape.vocab_size, seed=config.seed)
-    prompts, results = Prompts(test=texts[:most], calibration=texts[most:]), {}
-    for drafter, small in DRAFTERS.items():
-        folder.note(f"{name} and {drafter} of random weights")
-        draft = random_model(small, config.hardware, seed=config.seed + 1)
-        points = points_of(config, target, draft, prompts, folder, temperatures=(1,))
-        plain, drafted, *_ = points  # of one row, which stands first
-        ratios = (drafted[key] for key in ("cost_ratio", "verify_ratio", "overhead_ratio"))
-        tokens = expected_tokens(LIKELY_ALPHA, drafted["gamma"])
-        results[f"{name}, {drafter}"] = {
-            "points": points,
-            "likely_speedup": speedup_from_length(tokens, drafted["gamma"], *ratios),
-            # A step reads all weights once.
-            "weight_bytes_per_second": target.weight_bytes * plain["without_prefill"],
-        }
-    return results
 
 
 # One setting
@@ -229,7 +186,6 @@ def base_point(name: str, timed: Mapping[str, Timed], setting: Setting) -> Point
         "prompts": len(mine.completions),
         "chunks": len(mine.chunks),
         "tokens_per_second": {"median": median, "quartiles": [low, high]},
-        "without_prefill": mine.rounds.mean if ours else None,  # theirs is not known
         "ratios": {
             other: paired_ratio(mine, timed[other])
             for other in (PLAIN, HF_PLAIN, HF_ASSISTED)
@@ -319,14 +275,6 @@ def show(config: Config, folder: Path) -> None:
     """Print a table for each setting of a complete benchmark."""
     summary, console = read_json(folder / SUMMARY), Console(width=80, highlight=False)
     show_points(summary["points"], console)
-    for name, measured in summary["random"].items():
-        console.print(f"Random weights: {name}")
-        show_points(measured["points"], console)
-        console.print(
-            f"Plain decoding of one row reads {measured['weight_bytes_per_second'] / 1e9:.1f} "
-            f"GB/s of weights; its costs give {measured['likely_speedup']:.2f} at an acceptance of "
-            f"{LIKELY_ALPHA}."
-        )
     console.print(
         "HF: generate of Hugging Face. Medians over chunks, prefill included; with quartiles, or "
         f"95 % intervals of paired ratios. {summary['dtype']}; peak memory "

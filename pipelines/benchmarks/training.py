@@ -4,8 +4,7 @@ Both trainers run in one process, a step of one after a step of the other, from 
 on the same prompts, sampling from their own draft as it learns: what disturbs the machine disturbs
 both. Rates count completion tokens and everything a step does: sampling, scores of the target,
 loss, gradient, update. The first steps, in which code is compiled, do not count. The loss in chunks
-stands beside one that holds all logits, at a vocabulary of 152k. On CUDA our steps follow on models
-of random weights: drafters under a target of 8 B.
+stands beside one that holds all logits, at a vocabulary of 152k.
 """
 
 import copy
@@ -31,7 +30,6 @@ from draftkit.distillation.chunked import chunked_sum
 from draftkit.distillation.losses import FullScores, Objective
 from draftkit.distillation.sources import source_sampler
 from draftkit.evaluation.walltime import synchronised_clock
-from draftkit.models import memory
 from draftkit.models.adapter import Adapter, Head
 from draftkit.models.loading import Target, load_draft, load_target
 
@@ -40,11 +38,9 @@ from ..plan import PAIR_AND_TEXT
 from ..prepare import check_pair
 from ..product import SUMMARY, Stage
 from ..stage import StageFolder
-from .random_models import DRAFTERS, TARGET, random_model, random_texts
 
 WARM_STEPS, STEPS = 4, 20  # of both trainers: those that do not count, and those that do
 LEARNING_RATE = 1e-4  # of both, where none is given
-RANDOM_WARM_STEPS, RANDOM_STEPS = 2, 6
 LOSS_TOKENS, LOSS_VOCAB_SIZE, LOSS_WIDTHS = 2048, 152_064, (1024, 512)  # of target and draft
 LOSS_REPEATS = 2  # of half a minute each, on two cores
 STAGE = Stage(
@@ -68,7 +64,7 @@ def check(config: Config) -> None:
 
 
 def benchmark(config: Config, folder: StageFolder) -> dict[str, Any]:
-    """Time both trainers, then the loss both ways, then on CUDA our steps on random models."""
+    """Time both trainers, then the loss both ways."""
     rows, divergence = config.optim.per_device_train_batch_size, config.divergence.name
     rate = config.optim.learning_rate or LEARNING_RATE
     constant = {"lr_scheduler_type": "constant", "warmup_steps": 0}
@@ -82,7 +78,6 @@ def benchmark(config: Config, folder: StageFolder) -> dict[str, Any]:
     return {
         **rates,
         **chunked_costs(divergence=divergence, device=draft.device, seed=config.seed),
-        "random": random_steps(config) if draft.device.type == "cuda" else {},
         "batch_size": rows,
         "max_new_tokens": answer_tokens(config),
         "divergence": divergence,
@@ -109,11 +104,6 @@ def show(config: Config, folder: Path) -> None:
         f"{summary['chunked_time_ratio']:.2f}x its time; gradients differ by "
         f"{summary['chunked_gradient_error']:.1e}."
     )
-    for name, steps in summary["random"].items():
-        console.print(
-            f"Random weights, {name}: {steps['tokens_per_second']:.0f} completion tokens/s, peak "
-            f"memory {steps['peak_memory_bytes'] / 1e9:.1f} GB."
-        )
 
 
 # Steps
@@ -178,41 +168,6 @@ def our_step(
         return metrics.tokens / (time.perf_counter() - started)
 
     return step
-
-
-def random_steps(config: Config) -> dict[str, dict[str, float]]:
-    """Our steps of each of `DRAFTERS` under `TARGET`: median completion tokens a second, memory.
-
-    Eagerly: code of models so large takes longer to make than its steps.
-    """
-    name, shape = TARGET
-    config = replace(config, optim=replace(config.optim, compile="false"))
-    adapter = random_model(shape, config.hardware, seed=config.seed)
-    tokenizer: Any = None  # nothing here is text
-    target = Target(
-        adapter=adapter,
-        tokenizer=tokenizer,
-        eos_token_ids=(),
-        dtype=adapter.dtype,
-        device=adapter.device,
-    )
-    texts = random_texts(
-        config.optim.per_device_train_batch_size,
-        config.data.prompt_tokens,
-        vocab_size=shape.vocab_size,
-        seed=config.seed,
-    )
-    precise, measured = replace(config.hardware, dtype="float32"), {}
-    for drafter, small in DRAFTERS.items():
-        draft = random_model(small, precise, seed=config.seed + 1, trains=True)
-        memory.reset_peak(draft.device)
-        step = our_step(target, draft, texts, config)
-        rates = [step(number) for number in range(RANDOM_WARM_STEPS + RANDOM_STEPS)]
-        measured[f"{name}, {drafter}"] = {
-            "tokens_per_second": statistics.median(rates[RANDOM_WARM_STEPS:]),
-            "peak_memory_bytes": memory.peak_bytes(draft.device),
-        }
-    return measured
 
 
 # The loss

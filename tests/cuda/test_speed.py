@@ -8,25 +8,36 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 
-from draftkit.config import HardwareConfig
 from draftkit.models.adapter import CausalAdapter
-from draftkit.models.attention import grouped_attention, plain_attention, sdpa_attention_forward
-from pipelines.benchmarks.random_models import random_model, shape
+from draftkit.models.attention import (
+    fit_to_device,
+    grouped_attention,
+    plain_attention,
+    sdpa_attention_forward,
+)
 from tests.cuda.card import milliseconds, on_devices
 
-EIGHT_BILLION, DRAFT_SHAPE, SMALL = (4096, 14336, 32), (768, 3072, 12), (32, 32, 4)
+# Layers, hidden and inner size, heads, ids.
+EIGHT_BILLION, SMALL = (32, 4096, 14336, 32, 128_256), (2, 32, 32, 4, 256)
 
 
-def llama(
-    device: torch.device, layers: int, sizes: tuple[int, int, int] = EIGHT_BILLION
-) -> CausalAdapter:
-    """A random model of `sizes` (hidden, inner, heads) on a card, of small ones on the CPU."""
-    if device.type == "cuda":
-        hardware = HardwareConfig(device="cuda", dtype="bfloat16")
-        return random_model(shape(layers, *sizes), hardware, seed=0)
-    hardware = HardwareConfig(device="cpu", dtype="float32")
-    return random_model(shape(layers, *SMALL, vocab_size=256), hardware, seed=0)
+def llama(device: torch.device) -> CausalAdapter:
+    """A model of 8 B random weights in bfloat16 on a card, of small sizes on the CPU."""
+    layers, hidden, inner, heads, ids = EIGHT_BILLION if device.type == "cuda" else SMALL
+    config = LlamaConfig(
+        vocab_size=ids,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 4,  # as in Llama 3
+        tie_word_embeddings=True,
+    )
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return CausalAdapter(fit_to_device(model.eval()), vocab_size=ids)
 
 
 @on_devices
@@ -73,7 +84,7 @@ def test_a_model_of_eight_billion_weights_is_made_where_it_stays(device: torch.d
     if on_cuda:
         torch.cuda.reset_peak_memory_stats(device)
     started = time.perf_counter()
-    target = llama(device, 32 if on_cuda else 2)
+    target = llama(device)
     assert target.device.type == device.type
     if on_cuda:
         torch.cuda.synchronize(device)

@@ -21,12 +21,12 @@ from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.models.loading import load_draft, load_model, load_target, save_model
 from draftkit.serving.texts import Texts
 from draftkit.theory.verification import Verifier
-from pipelines.benchmarks.t5 import pairs, write_seed
 from pipelines.command import launch
 from pipelines.plan import DISTILL, EVALUATE, EXPORT, PREPARE, TEXTS, TRAIN
 from pipelines.product import SUMMARY
 from pipelines.stage import ensure
 from tests import tiny
+from tests.numerals import pairs, write_seed
 from tests.serving import running
 from tests.serving.fakes import NAME, serving
 from tests.smoke import smoke

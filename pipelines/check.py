@@ -7,6 +7,7 @@ Exit code 0: it fits. 2: it does not, with the setting that helps.
 
 import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain
 
 from draftkit.config import Config
@@ -55,7 +56,7 @@ def check(config: Config) -> None:
             wrong.append(one.text)
     if wrong:
         raise ValueError("; ".join(wrong))
-    goal = goal_of(config)
+    goal = goal_of(replace(config, limit=None))
     if config.plan:
         show_plan("check", [goal])
         return

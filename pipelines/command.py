@@ -117,13 +117,14 @@ def launch(stage: Stage, config: Config) -> dict[str, Any]:
 
     Gives the summary. Raises ValueError, one line, for everything that the user can put right.
     """
+    limit, config = config.limit, replace(config, limit=None)
     product, name = plan(stage, config), stage.name
     redo = product.command if config.overwrite else ""
     if config.plan:
         show_plan(name, [product], redo)
         return {}
-    if config.limit is not None:
-        dry_run(name, product, config.limit)
+    if limit is not None:
+        dry_run(name, product, limit)
         return {}
     if not make_all(name, [product], redo=redo, mine=product.command):
         say(f"{name}: {product.folder} is complete, nothing to do (overwrite=true redoes it)")

@@ -51,7 +51,6 @@ def contexts(config: Config, folder: StageFolder) -> dict[str, Any]:
         folder.note(line)
     target = load_target(folder.model(config, "target"), config.hardware)
     room = Room(new, target.adapter.max_positions)
-    folder.mark("loaded")
     summary, before = {}, 0
     parts = (
         (VALIDATION, splits.validation[: options.validation_prompts]),

@@ -1,46 +1,40 @@
 """The dry run: `limit=3` with `distill`, `evaluate`, `generate` or `export`, and in `check`.
 
-Each stage that is to do runs for real below `<root>/.dry`, in a process of its own: a few full-size
-batches (`dry_stage`), so that its peak of memory and the seconds it takes are known before it
-begins. Texts are read as the run will use them; all else is deleted at the end.
+The plan runs in place, below `<root>/.dry`: every stage that is to do makes its product of so many
+batches of its steps, rollouts or prompts, and of what is complete already. It prints the stage's
+own peak of memory, its own seconds, and a projection: the counts that were left out, at the pace of
+those that ran. Texts are read as the run will use them. All else has `limit` among its settings, so
+that nothing takes it for the whole, and is deleted at the end.
 """
 
-import heapq
-import multiprocessing
+import io
 import re
-import shutil
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+import time
+from collections.abc import Mapping
+from contextlib import redirect_stdout
 from dataclasses import replace
-from itertools import cycle, islice
+from itertools import accumulate
+from math import ceil
 from pathlib import Path
-from typing import Any
 
-from draftkit.artifacts import LOCK, locked, remove
-from draftkit.data.prompts import Example
-from draftkit.data.rollouts import OPTIONAL, Record, read_records, write_records
-from draftkit.data.splits import ABOUT, SCHEMA, SPLITS, read_splits
-from draftkit.data.store import write_rows
+from draftkit.artifacts import locked, read_json, remove
+from draftkit.data.rollouts import read_records
+from draftkit.data.splits import read_splits
+from draftkit.distillation.pretrain import compiles
 from draftkit.distillation.progress import duration
 from draftkit.distillation.ranks import processes
-from draftkit.distillation.scores import SCORED_AT_ONCE
+from draftkit.evaluation.walltime import FIRST_LOOK
 from draftkit.models.devices import resolve_device
-from draftkit.models.memory import free_bytes
+from draftkit.models.memory import free_bytes, peak_bytes
+from draftkit.tracking import FILE_NAME, read_metrics
 
-from .dry_stage import FEWEST, LONGEST, OWN, run_dry
-from .lengths import answer_tokens
-from .product import Product, ordered, pending, table
-from .stage import check, make
+from .product import Product, pending
+from .stage import announce, check, make
 from .weights import gigabytes, refuse_too_large
 
-FOLDER = ".dry"
-METHOD = "forkserver"  # of starting processes: they share the imports of the first
-# Not the command, which each process imports under another name and would warn to have already.
-PRELOADED = ["draftkit.evaluation.judge", "draftkit.distillation.fit", "draftkit.api"]
-LOOKED_AT = 1 << 15  # rows among which the longest are sought
-FILES = 3  # of answers whose lengths are changed
-ANSWERS = ("generate", "contexts")
+FOLDER, RUN = ".dry", "run"
+STEPPING = {"prepare": "prepare_draft", "train": "train"}  # stages of steps, named as in metrics
+TIMING = "timing.json"  # of `evaluate`
 # How the allocators of CPU and CUDA say that there is no more.
 NO_MEMORY = re.compile(r"allocate memory|out of memory|not enough memory|bad_alloc", re.IGNORECASE)
 REMEDIES = {
@@ -57,144 +51,158 @@ def dry_run(name: str, goal: Product, limit: int) -> None:
     """Print what every stage to do for `goal` takes. Raises ValueError for what does not fit."""
     if processes() > 1:
         raise ValueError("limit: a dry run is one process, and each of a launch takes as much")
-    to_do = pending([goal])
+    if not (to_do := pending([goal])):
+        print(f"{name}: all is complete, there is nothing to do")
+        return
+    announce(name, [goal], to_do)
     for step in to_do:
         check(step)
     refuse_too_large(to_do)
-    for step in to_do:
-        if step.name == "texts":
-            make(step)
-    waiting = [step for step in to_do if step.name != "texts"]
-    free = free_bytes(resolve_device(goal.config.hardware))
-    root, taken = Path(goal.config.root) / FOLDER, dict[Path, dict[str, float]]()
-    folders = {step.folder: root / f"{n}-{step.name}" for n, step in enumerate(waiting)}
-    with locked(root):
-        _empty(root)
+    device = resolve_device(goal.config.hardware)
+    free, peak, total = free_bytes(device), 0, 0.0
+    folder, made = Path(goal.config.root) / FOLDER, dict[Path, Product]()
+    with locked(folder):
+        remove(folder / RUN)  # of one that was killed
         try:
-            texts = texts_by_order(goal, waiting, root, limit)
-            for number, step in enumerate(waiting, 1):
-                print(f"{name}: dry run of {step.name} ({number} of {len(waiting)})", flush=True)
-                inputs = {order: inputs_of(step, order, folders, texts) for order in (OWN, LONGEST)}
-                taken[step.folder] = measured(step, limit, folders[step.folder], inputs)
-        except MemoryError as error:
-            raise ValueError(
-                f"{step.name} does not fit: {error} with {gigabytes(free)} free: "
-                f"{REMEDIES.get(step.name, SMALLER)}"
-            ) from None
+            for step in to_do:
+                if step.name == "texts":
+                    make(step)
+                    continue
+                print(f"{name}: dry run of {step.name}", flush=True)
+                few = made[step.folder] = shortened(step, limit, folder / RUN, made)
+                seconds = seconds_of(few, free)
+                held, (whole, share) = peak_bytes(device), projected(step, few, seconds)
+                line = f"  {gigabytes(held)}, {duration(seconds)}"
+                print(f"{line} for {share}: {duration(whole)} for all" if share else line)
+                peak, total = max(peak, held), total + whole
         finally:
-            _empty(root)
-            sizes = {
-                folder: f"{gigabytes(one['peak']):>8} {duration(one['seconds']):>13}  "
-                for folder, one in taken.items()
-            }
-            print(table([goal], waiting, sizes))
-    peak = max((one["peak"] for one in taken.values()), default=0)
-    seconds = duration(sum(one["seconds"] for one in taken.values()))
-    print(f"fits: {gigabytes(peak)} of {gigabytes(free)}, about {seconds}")
+            remove(folder / RUN)
+    print(
+        f"fits: {gigabytes(peak)} of {gigabytes(free)}, about {duration(total)}; projected from "
+        f"{limit} batches of each stage, and longer texts take more"
+    )
 
 
-def _empty(folder: Path) -> None:
-    for child in folder.iterdir():
-        if child.name != LOCK:
-            remove(child)
+def shortened(step: Product, limit: int, root: Path, made: Mapping[Path, Product]) -> Product:
+    """The product of `step` from few batches, each as large as ever, in `root`.
 
-
-def measured(
-    step: Product, limit: int, folder: Path, inputs: Mapping[str, Mapping[str, Path]]
-) -> dict[str, float]:
-    """What `run_dry` gives, in a process of its own. Raises what it raises, and MemoryError."""
-    context: Any = multiprocessing.get_context(METHOD)
-    context.set_forkserver_preload(PRELOADED)
-    job = (step.name, step.config, limit, folder, inputs, step.digests)
-    with ProcessPoolExecutor(1, context) as pool:
-        try:
-            return pool.submit(run_dry, *job).result()
-        except BrokenProcessPool:  # as a control group ends it
-            raise MemoryError("the system ended its process") from None
-        except (MemoryError, RuntimeError) as error:
-            if isinstance(error, MemoryError) or NO_MEMORY.search(str(error)):
-                raise MemoryError("it ran out of memory") from None
-            raise
-
-
-def inputs_of(
-    step: Product, order: str, folders: Mapping[Path, Path], texts: Mapping[str, Path]
-) -> dict[str, Path]:
-    """What `step` needs, as it is given, made already, or left by the dry run in `folders`.
-
-    Of the longest order are texts, and answers behind the longest prompts, as long as they get.
+    made: what has been made so, by the folder of the whole; other inputs are read where they lie.
     """
-    inputs = dict(step.paths)
-    for name, need in step.inputs.items():
-        left, scored = folders.get(need.folder), step.inputs.get("scores")
-        if need.name == "texts" and (scored is None or scored.folder in folders):
-            inputs[name] = texts[order]  # what is scored already has the rows of all texts
-        elif left is not None:
-            own = need.name not in (*ANSWERS, "scores")
-            inputs[name] = left / (OWN if own else order) / (need.stage.product or "")
-        if order == LONGEST and need.name in ANSWERS:
-            folder = texts[LONGEST].parent / f"{need.name}-{need.address}"
-            if not folder.exists():
-                lengthen(need, inputs[name], texts[LONGEST], folder)
-            inputs[name] = folder
-    return inputs
+    config, optim = step.config, step.config.optim
+    draft, options, generate = config.draft, config.evaluate, config.generate
+    compiled = compiles(optim, steps_of(step)) if step.name == "prepare" else optim.compiles
+    # One batch more than are counted: it loads and compiles. Steps: whole periods of sampling.
+    few = replace(
+        config,
+        root=str(root),
+        limit=limit,
+        tracker="none",
+        draft=replace(
+            draft,
+            pretrain=replace(draft.pretrain, max_steps=min(1 + limit, draft.pretrain.max_steps)),
+            shrink=replace(draft.shrink, steps=min(1 + limit, draft.shrink.steps)),
+        ),
+        generate=replace(
+            generate, rollouts=min((1 + limit) * generate.batch_size, generate.rollouts)
+        ),
+        optim=replace(
+            optim,
+            max_steps=min(1 + limit * config.source.refresh_steps, optim.max_steps),
+            logging_steps=1,
+            compile=str(compiled),
+        ),
+        evaluate=replace(
+            options,
+            prompts=min(limit * options.batch_size, options.prompts),
+            timing_prompts=min(limit * options.timing_batch_size, options.timing_prompts),
+        ),
+        export=replace(config.export, push_to_hub=None),
+    )
+    inputs = {name: made.get(one.folder, one) for name, one in step.inputs.items()}
+    return replace(step, config=few, settings={**step.settings, "limit": limit}, inputs=inputs)
 
 
-# Rows as long as they get
+def seconds_of(few: Product, free: int) -> float:
+    """Make the product, without its lines: what it took. Raises ValueError where memory ends."""
+    started = time.perf_counter()
+    try:
+        with redirect_stdout(io.StringIO()):
+            make(few)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and not NO_MEMORY.search(str(error)):
+            raise
+        raise ValueError(
+            f"{few.name} does not fit: it ran out of memory with {gigabytes(free)} free: "
+            f"{REMEDIES.get(few.name, SMALLER)}"
+        ) from None
+    return time.perf_counter() - started
 
 
-def texts_by_order(
-    goal: Product, waiting: Sequence[Product], root: Path, limit: int
-) -> dict[str, Path]:
-    """The texts in their own order (few, where all would be scored), and the longest, in `root`."""
-    texts = next((one.path for one in ordered([goal]) if one.name == "texts"), None)
-    if texts is None:
-        return {}
-    config, own = goal.config, texts
-    fixed = config.source.name == "fixed"
-    if fixed and any(one.name == "scores" for one in waiting):
-        own = write_texts(texts, root / OWN, 2 * limit * SCORED_AT_ONCE)
-    rows = max(config.generate.batch_size, config.evaluate.batch_size, FEWEST)
-    rows = max(rows, config.optim.rows_of_a_process)
-    longest = write_texts(texts, root / LONGEST, rows, key="whole" if fixed else "prompt")
-    return {OWN: own, LONGEST: longest}
+# What a whole stage takes
 
 
-def write_texts(texts: Path, folder: Path, rows: int, key: str = "") -> Path:
-    """Leave `rows` of each split in `folder`: the first, or the longest (`prompt` or `whole`)."""
-    splits = read_splits(texts)
+def projected(step: Product, few: Product, seconds: float) -> tuple[float, str]:
+    """Seconds of the whole of `step`, of which `few` took `seconds`, and in words how much that is;
+    none where it is all.
 
-    def length(example: Example) -> int:
-        return len(example.token_ids if key == "whole" else example.prompt_ids)
+    Steps and rows go on at the pace of those behind the first batch, which loads and compiles.
+    """
+    name, config = step.name, step.config
+    if name == "evaluate":
+        return judged(step, few, seconds)
+    lines = read_metrics(few.folder / FILE_NAME)
+    if name in STEPPING:
+        ticks = [(one["time"], one["step"]) for one in lines if one["section"] == STEPPING[name]]
+    else:
+        files = sorted(few.folder.glob("*.parquet"), key=lambda path: path.stat().st_mtime)
+        rows = accumulate(len(read_records(path)) for path in files)
+        ticks = [(path.stat().st_mtime, count) for path, count in zip(files, rows, strict=True)]
+    if not ticks:
+        return seconds, ""
+    whole, unit = (steps_of(step), "steps") if name in STEPPING else (rows_of(step), "texts")
+    (begun, first), (ended, last) = ticks[0], ticks[-1]
+    if whole > last > first:
+        seconds += (whole - last) * (ended - begun) / (last - first)
+    if name == "train":
+        checked = [one["time"] for one in lines if one["section"] == "validation"]
+        checks, had = (
+            ceil(one.optim.max_steps / one.optim.eval_steps) for one in (config, few.config)
+        )
+        seconds += (checks - had) * (checked[-1] - ended)
+    return seconds, f"{last:,} of {whole:,} {unit}"
 
-    folder.mkdir()
-    for split in SPLITS:
-        some = islice(getattr(splits, split), LOOKED_AT)
-        chosen = heapq.nlargest(rows, some, key=length) if key else islice(some, rows)
-        write_rows(folder / f"{split}.arrow", SCHEMA, map(vars, chosen))
-    shutil.copyfile(texts / ABOUT, folder / ABOUT)
-    for tokenizer in texts.glob("tokenizer"):
-        shutil.copytree(tokenizer, folder / tokenizer.name)
-    return folder
+
+def steps_of(step: Product) -> int:
+    """Of the training in a stage."""
+    draft, optim = step.config.draft, step.config.optim
+    if step.name == "prepare":
+        return draft.shrink.steps if draft.shrink.layers else draft.pretrain.max_steps
+    return optim.max_steps
 
 
-def lengthened(record: Record, prompt: Sequence[int], new: int) -> Record:
-    """`record` behind `prompt`, its answer (and what is stored for its tokens) of `new` tokens."""
-    names = [n for n in ("output_ids", *OPTIONAL) if getattr(record, n) is not None]
-    values: Any = {name: list(islice(cycle(getattr(record, name)), new)) for name in names}
-    return replace(record, prompt_ids=list(prompt), **values)
+def rows_of(step: Product) -> int:
+    """Of the answers, or of the texts that are scored, in a stage."""
+    config, rows = step.config, step.config.generate.rollouts
+    if step.name == "generate":
+        return rows
+    counts = read_splits(step.inputs["texts"].path).counts
+    if step.name == "contexts":
+        rows = min(config.evaluate.prompts, counts["test"])
+    elif "generate" not in step.inputs:  # scores of the data's own texts
+        rows = counts["train"]
+    return rows + min(config.evaluate.validation_prompts, counts["validation"])
 
 
-def lengthen(answers: Product, source: Path, texts: Path, folder: Path) -> None:
-    """Leave answers of `source` in `folder`, behind the prompts in `texts` of their split."""
-    splits, config, most = read_splits(texts), answers.config, None
-    new = splits.room.new
-    if answers.name == "contexts":
-        options, new = config.evaluate, answer_tokens(config)
-        most = max(FEWEST, options.batch_size, options.timing_batch_size)
-    folder.mkdir()
-    for path in sorted(source.glob("*.parquet"))[:FILES]:
-        rows = cycle([*getattr(splits, path.stem, splits.train)])
-        pairs = zip(read_records(path)[:most], rows, strict=False)
-        longest = [lengthened(record, row.prompt_ids, new) for record, row in pairs]
-        write_records(folder / path.name, longest)
+def judged(step: Product, few: Product, seconds: float) -> tuple[float, str]:
+    """As `projected`, of `evaluate`: by its prompts, and by the batches that are timed before it
+    first looks whether these are enough."""
+    options = step.config.evaluate
+    prompts = read_splits(step.inputs["texts"].path).counts["test"]
+    whole, some = (min(one.evaluate.prompts, prompts) for one in (step.config, few.config))
+    timing = read_json(few.folder / TIMING)
+    ways = [way for at_temperature in timing.values() for way in at_temperature.values()]
+    took = sum(sum(one["seconds"]) + sum(one["prefill_seconds"]) for one in ways)
+    timed = len(ways[0]["seconds"])
+    looks = max(timed, ceil(min(options.timing_prompts, FIRST_LOOK) / options.timing_batch_size))
+    seconds = seconds * whole / some + took * (looks / timed - 1)
+    return seconds, f"{some} of {whole} prompts, {timed} of {looks} timed batches"

@@ -151,11 +151,9 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
     config, served = replace(config, evaluate=options), config.sampling.temperature
     temperatures = [one.sampling.temperature for one in at_temperatures(config)]
     answers = [path for name, path in folder.inputs.items() if name.startswith("contexts")]
-    # Not strict: the dry run judges fewer temperatures than it has answers for.
-    answers_at = dict(zip(temperatures, answers, strict=False))
+    answers_at = dict(zip(temperatures, answers, strict=True))
     prompts = prompts_in(folder, answers_at[served])
     target = load_target(folder.model(config, "target"), config.hardware)
-    folder.mark("loaded")
     models = drafts_of(config, folder)
     judged, checked = [*models][-1], dict(models)
     if config.draft.is_untrained:  # nobody would serve it, and it takes longest to check
@@ -183,7 +181,6 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
             config=config,
             note=folder.note,
         )
-        folder.mark("timed")
         if not by_temperature:
             write_traces(folder.path, measured.timed[judged], target)
         computes = machine(gpu=target.adapter.device.type == "cuda")

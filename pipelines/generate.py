@@ -56,7 +56,6 @@ def generate(config: Config, folder: StageFolder) -> dict[str, Any]:
             top_k=config.generate.top_k if carries_scores(config) else 0,
             watch=watch,
         )
-    folder.mark("loaded")
     prompts = splits.train
 
     def answer(rows: range) -> list[Record]:

@@ -132,7 +132,7 @@ SCORES = Stage(
         *("source.name", "evaluate.validation_prompts", "evaluate.max_new_tokens"),
         *ROLLOUTS,
     ),
-    derived={"generate.hidden_states": states_stored},
+    derived={"generate.hidden_states": states_stored, "limit": lambda config: config.limit},
     inputs=(
         *(TEXTS, TARGET_MODEL, CONTEXTS),
         GENERATE.where(lambda config: config.source.name == "target"),

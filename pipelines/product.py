@@ -286,21 +286,16 @@ def pending(goals: Iterable[Product], redo: str = "") -> list[Product]:
     return [product for product in ordered(goals) if required.get(product.folder)]
 
 
-def table(
-    goals: Iterable[Product], to_do: Iterable[Product], sizes: Mapping[Path, str] | None = None
-) -> str:
-    """The plan in lines of stage, state and folder below the root; `sizes` stand before folders."""
+def table(goals: Iterable[Product], to_do: Iterable[Product]) -> str:
+    """The plan in lines of stage, state and folder below the root."""
     products, waiting = ordered(goals), {product.folder for product in to_do}
     width = max((len(product.name) for product in products), default=0)
-    sizes = sizes or {}
-    room = max(map(len, sizes.values()), default=0)
 
     def line(product: Product) -> str:
         state = "complete" if (product.folder / SUMMARY).is_file() else "not needed"
         if product.folder in waiting:
             state = "to do"
-        size = sizes.get(product.folder, "")
         below = product.folder.relative_to(product.config.root)
-        return f"  {product.name:<{width}}  {state:<10}  {size:<{room}}{below}"
+        return f"  {product.name:<{width}}  {state:<10}  {below}"
 
     return "\n".join(map(line, products))

@@ -13,7 +13,7 @@ from draftkit.config import Config
 from draftkit.data.rollouts import Record, read_parts, write_parts, write_records
 from draftkit.data.splits import read_splits
 from draftkit.distillation.progress import Countdown
-from draftkit.distillation.scores import scored_by, texts_to_score
+from draftkit.distillation.scores import SCORED_AT_ONCE, scored_by, texts_to_score
 from draftkit.distillation.sources import TrainingTexts
 from draftkit.models.heads import layers_read
 from draftkit.models.loading import load_target
@@ -58,6 +58,8 @@ def scores(config: Config, folder: StageFolder) -> dict[str, Any]:
     if config.generate.hidden_states:
         layers = layers_read(config.draft.kind, layer_count(target.model.config))
         folder.note(bytes_of_states(records, width=len(layers) * target.width))
+    if config.limit is not None:
+        records = records[: config.limit * SCORED_AT_ONCE]
     score = partial(
         scored_by,
         target,
@@ -65,7 +67,6 @@ def scores(config: Config, folder: StageFolder) -> dict[str, Any]:
         temperature=config.training_temperature,
         layers=layers,
     )
-    folder.mark("loaded")
     held_out = read_contexts(folder.inputs["contexts"], "validation")
     write_records(folder.path / "validation.parquet", score(held_out))
     tail, tokens, done = 0.0, 0, 0

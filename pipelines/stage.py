@@ -33,7 +33,6 @@ from draftkit.artifacts import (
 )
 from draftkit.config import Config, ModelConfig
 from draftkit.distillation.ranks import agree, is_first, processes
-from draftkit.evaluation.walltime import now
 from draftkit.models.devices import resolve_device
 from draftkit.models.memory import keep_freed_memory, reset_peak
 from draftkit.tracking import FILE_NAME, Tracker
@@ -66,7 +65,7 @@ class StageFolder:
     """What a stage is given: its folder, its tracker, and its inputs by name, made by now.
 
     inputs, digests: where they lie, and their checksums. Of a distributed launch the first process
-    alone writes there. marks: moments by a clock that stands still while code compiles.
+    alone writes there.
     """
 
     path: Path
@@ -74,15 +73,9 @@ class StageFolder:
     stage: str = ""
     inputs: Mapping[str, Path] = field(default_factory=dict)
     digests: Mapping[str, str] = field(default_factory=dict)
-    marks: list[tuple[str, float]] = field(default_factory=list)
-
-    def mark(self, moment: str) -> None:
-        """Record when the stage came so far: what the dry run tells its parts apart by."""
-        self.marks.append((moment, now()))
 
     def note(self, text: str) -> None:
-        """Print one line to the person who started the stage; a mark too."""
-        self.mark(text)
+        """Print one line to the person who started the stage."""
         say(f"{self.stage}: {text}" if self.stage else text)
 
     def model(self, config: Config, key: str) -> Any:

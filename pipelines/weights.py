@@ -1,8 +1,8 @@
 """What the weights of a plan take, by the shapes of its models, and the one refusal by memory.
 
 Of served models the weights as they are loaded, of trained ones gradients and moments too, and
-nothing else: what is refused here cannot run, whatever its texts. What a stage really takes is
-measured by the dry run (`limit=3`).
+nothing else: what is refused here cannot run, whatever its texts. What a stage takes besides, the
+dry run (`limit=3`) measures.
 """
 
 from collections.abc import Sequence

@@ -3,8 +3,8 @@
 import mmap
 import os
 import re
-import signal
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,35 +14,31 @@ import torch
 from transformers import LlamaConfig
 
 import pipelines.prepare
-from draftkit.artifacts import locked
+from draftkit.artifacts import locked, read_json, write_json
 from draftkit.config import Config, DraftConfig, TargetConfig
-from draftkit.data.rollouts import Record
+from draftkit.data.rollouts import Record, write_records
+from draftkit.data.splits import read_splits
 from draftkit.distillation.progress import duration
 from draftkit.models import memory
+from draftkit.tracking import FILE_NAME
 from pipelines import dry, weights
 from pipelines.check import check, goal_of, target_findings, template_findings
 from pipelines.command import launch, run_command
 from pipelines.configuration import compose_config
-from pipelines.plan import DISTILL, EXPORT, GENERATE, TEXTS
-from pipelines.product import SUMMARY, Product, ordered, plan
-from pipelines.stage import ensure
+from pipelines.plan import DISTILL, EVALUATE, EXPORT, GENERATE, SCORES, TEXTS, TRAIN
+from pipelines.product import SUMMARY, Product, complete_summary, ordered, plan
+from pipelines.stage import ensure, make
 from pipelines.weights import gigabytes
 from tests.templates import CHAT, byte_bpe
 from tests.test_prepare import smoke
 
-pytestmark = pytest.mark.usefixtures("short_bursts", "forked")
+pytestmark = pytest.mark.usefixtures("short_bursts")
 
+ANSWER = Record(
+    prompt_ids=[1], output_ids=[2, 3], sampler="", sampler_version="", sampling={}, seed=0, row=0
+)
 SCORED = ["source=target", "generate.rollouts=8", "generate.top_k=8", "draft.lora.rank=2"]
 SCORED += ["evaluate.temperatures=[1.0,0.0]"]
-
-
-@pytest.fixture(scope="module")
-def forked() -> Iterator[None]:
-    """Start the processes of a dry run as forks, which have imported all that this one has."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(dry, "METHOD", "fork")
-    yield
-    patch.undo()
 
 
 @pytest.fixture(scope="module")
@@ -65,21 +61,22 @@ def left(config: Config) -> list[str]:
 
 
 def check_shown(shown: str, goal: Product) -> None:
-    """Every step stands in the table, with memory and time where it was to do."""
-    assert re.search(r"\nfits: \S+ GB of \d+ GB, about .* s\n", shown)
+    """Every step that is to do stands there with memory and time, and from how much these are."""
+    assert re.search(r"\nfits: \S+ GB of \d+ GB, about .* s; projected from \d batches of ", shown)
     for step in ordered([goal]):
-        folder = str(step.folder.relative_to(step.config.root))
-        line = next(line for line in shown.splitlines() if line.endswith(f"  {folder}"))
-        state = "complete" if step.name == "texts" else "to do"
-        assert re.match(rf"  {step.name} +{state} ", line)
-        assert ("GB" in line) == (" s  " in line) == (step.name != "texts")
-        assert len(line) <= 80
+        told = re.search(rf"dry run of {step.name}\n  (.*)\n", shown)
+        assert (told is None) == (step.name == "texts")
+        taken = r"\S+( \S+)? GB, [\d.]+ s"
+        if told and step.name in ("distill", "export"):
+            assert re.fullmatch(taken, told[1])
+        elif told:
+            assert re.fullmatch(rf"{taken} for \d+ of \d+ .*: [\d.]+ s for all", told[1])
 
 
 @pytest.mark.parametrize(
     "options", [pytest.param([], marks=pytest.mark.soak), SCORED, ["generate.top_k=8"]]
 )
-def test_every_stage_runs_below_a_folder_of_its_own_and_nothing_stays(
+def test_every_stage_runs_on_few_batches_and_nothing_stays(
     root: Path, capsys: pytest.CaptureFixture[str], options: list[str]
 ) -> None:
     source = [] if "source=target" in options or not options else ["source=fixed"]
@@ -99,7 +96,7 @@ def test_a_command_with_a_limit_says_what_it_takes_of_what_is_yet_to_do(
     ensure(GENERATE, config)
     assert launch(EXPORT, config) == {}
     shown = capsys.readouterr().out
-    assert "export: dry run of export (" in shown
+    assert "export: dry run of export\n" in shown
     assert "dry run of generate" not in shown
     assert made(config) == {"texts", "generate"}
 
@@ -130,11 +127,6 @@ def test_a_launch_of_several_processes_and_a_second_dry_run_are_refused(
         check(config)
 
 
-def killed(config: Config, folder: Any) -> dict[str, Any]:
-    os.kill(os.getpid(), signal.SIGKILL)
-    return {}
-
-
 def raising(error: Exception) -> Callable[..., dict[str, Any]]:
     def run(config: Config, folder: Any) -> dict[str, Any]:
         raise error
@@ -145,8 +137,7 @@ def raising(error: Exception) -> Callable[..., dict[str, Any]]:
 @pytest.mark.parametrize(
     ("run", "line"),
     [
-        (killed, r"^prepare does not fit: the system ended its process with .* free: use a sm"),
-        (raising(MemoryError()), r"^prepare does not fit: it ran out of memory with .* free: "),
+        (raising(MemoryError()), r"^prepare does not fit: it ran out of memory with .* free: use"),
         (raising(RuntimeError("DefaultCPUAllocator: can't allocate memory")), "out of memory"),
         (raising(RuntimeError("CUDA out of memory. Tried to allocate")), "ran out of memory"),
         (raising(ValueError("draft.shrink.layers: many")), r"^draft\.shrink\.layers: many$"),
@@ -167,22 +158,71 @@ def test_a_stage_that_cannot_run_ends_the_dry_run_in_one_line(
     assert made(config) == {"texts"}
 
 
-def test_answers_become_as_long_as_they_get() -> None:
-    record = Record(
-        prompt_ids=[1],
-        output_ids=[2, 3],
-        sampler="target",
-        sampler_version="",
-        sampling={},
-        seed=0,
-        row=0,
-        tail_mass=[0.1, 0.2],
-    )
-    long = dry.lengthened(record, [7, 8, 9], 5)
-    assert long.prompt_ids == [7, 8, 9]
-    assert long.output_ids == [2, 3, 2, 3, 2]
-    assert long.tail_mass == [0.1, 0.2, 0.1, 0.2, 0.1]
-    assert long.topk_ids is None
+def shortened(step: Product, **sections: Any) -> tuple[Product, Product]:
+    """`step` under other sections, and the same of three batches."""
+    whole = replace(step, config=replace(step.config, **sections))
+    return whole, dry.shortened(whole, 3, Path(step.config.root) / "few", {})
+
+
+def test_what_was_made_of_few_batches_is_never_taken_for_the_whole(
+    root: Path, tmp_path: Path
+) -> None:
+    config = smoke(root, f"root={tmp_path}", "generate.rollouts=64", "generate.batch_size=4")
+    ensure(TEXTS, config)
+    whole = plan(GENERATE, config)
+    few = dry.shortened(whole, 3, tmp_path / "few", {})
+    make(few)
+    assert read_json(few.folder / SUMMARY)["rollouts"] == 16
+    assert few.address != whole.address
+    shutil.copytree(few.folder, whole.folder)
+    with pytest.raises(ValueError, match=r"other settings \(limit was 3, now None\)"):
+        complete_summary(whole)
+    limited = replace(config, limit=3)
+    assert plan(SCORES, limited).address != plan(SCORES, config).address
+
+
+def test_nothing_is_uploaded_and_a_step_is_a_whole_period_of_what_is_sampled(root: Path) -> None:
+    config = smoke(root, "export.push_to_hub=a/b", "source.refresh_steps=4", "optim.max_steps=40")
+    few = dry.shortened(plan(TRAIN, config), 3, root / "few", {}).config
+    assert few.export.push_to_hub is None
+    assert few.tracker == "none"
+    assert few.optim.max_steps == 1 + 3 * 4
+
+
+def test_steps_are_projected_at_the_pace_behind_the_first(tmp_path: Path) -> None:
+    """Of 40 steps 4 ran, of half a second each; of 4 validations one at the end, of 2 seconds."""
+    config = smoke(tmp_path, "optim.max_steps=40", "optim.eval_steps=10")
+    step, few = shortened(plan(TRAIN, config), root=str(tmp_path))
+    few.folder.mkdir(parents=True)
+    lines = [("validation", 0, 1.0), *(("train", n, 20 + n / 2) for n in range(1, 5))]
+    lines.append(("validation", 4, 24.0))
+    text = "".join(f'{{"section": "{s}", "step": {n}, "time": {at}}}\n' for s, n, at in lines)
+    (few.folder / FILE_NAME).write_text(text)
+    assert dry.projected(step, few, 30.0) == (30 + 36 * 0.5 + 3 * 2, "4 of 40 steps")
+
+
+def test_answers_are_projected_at_the_pace_behind_the_first_part(tmp_path: Path) -> None:
+    config = smoke(tmp_path, "generate.rollouts=64", "generate.batch_size=4")
+    step, few = shortened(plan(GENERATE, config))
+    few.folder.mkdir(parents=True)
+    for part in range(4):
+        path = few.folder / f"part-{part}.parquet"
+        write_records(path, [ANSWER] * 4)
+        os.utime(path, (0, 100 + 3 * part))
+    assert dry.projected(step, few, 60.0) == (60 + 48 * 3 / 4, "16 of 64 texts")
+
+
+def test_judging_is_projected_by_its_prompts_and_the_first_look_of_timing(root: Path) -> None:
+    options = ["evaluate.batch_size=2", "evaluate.timing_prompts=192", "evaluate.prompts=8"]
+    step, few = shortened(plan(EVALUATE, smoke(root, *options)))
+    few.folder.mkdir(parents=True)
+    way = {"seconds": [1.0, 2.0, 3.0], "prefill_seconds": [0.5, 0.5, 1.0]}
+    write_json(few.folder / "timing.json", {"1": {"plain": way, "after": way}})
+    counts = read_splits(step.inputs["texts"].path).counts
+    prompts = min(8, counts["test"])
+    seconds = 30 * prompts / 6 + 16 * (24 / 3 - 1)
+    told = f"6 of {prompts} prompts, 3 of 24 timed batches"
+    assert dry.projected(step, few, 30.0) == (pytest.approx(seconds), told)
 
 
 def test_what_is_judged_as_it_is_trains_nothing() -> None:

@@ -36,7 +36,7 @@ class Config(Section, key=""):
     seed: int = setting(0, least=0, most=MOST_SEED)
     overwrite: bool = False
     plan: bool = False  # print what would be done, and stop
-    # Run so many batches of each stage, say what the whole takes, and stop.
+    # Run so many batches of each stage, project what the whole takes, and stop.
     limit: int | None = positive(None)
     job: str | None = None  # the job of a sweep, set by the command
     runs: list[str] = field(default_factory=list)  # folders that `compare` sets side by side

@@ -1,5 +1,5 @@
 """What measures draftkit: scripts, `python -m pipelines.benchmarks.NAME`.
 
-`decoder` times decoding beside Hugging Face, `training` a step beside TRL, `gpu` runs both and the
-tests that need a GPU on one; `drift` is traffic that drifts. Nothing of it is deployed.
+`decoder` times decoding beside Hugging Face, `training` a step beside TRL; `drift` is traffic that
+drifts. Nothing of it is deployed.
 """

@@ -77,10 +77,8 @@ def dry_run(name: str, goal: Product, limit: int) -> None:
                 peak, total = max(peak, held), total + whole
         finally:
             remove(folder / RUN)
-    print(
-        f"fits: {gigabytes(peak)} of {gigabytes(free)}, about {duration(total)}; projected from "
-        f"{limit} batches of each stage, and longer texts take more"
-    )
+    print(f"fits: {gigabytes(peak)} of {gigabytes(free)}, about {duration(total)}")
+    print(f"  projected from {limit} batches of each stage; longer texts take more")
 
 
 def shortened(step: Product, limit: int, root: Path, made: Mapping[Path, Product]) -> Product:

@@ -41,6 +41,7 @@ from draftkit.distillation.fit import Fitted, fit
 from draftkit.distillation.samplers import ROLLOUTS, TEST, VALIDATION, target_answers
 from draftkit.distillation.sources import TrainingTexts, reads_rollouts
 from draftkit.evaluation.alpha import PromptTotals, estimates, score_contexts
+from draftkit.evaluation.intervals import Estimate
 from draftkit.evaluation.judge import Measured, Prompts, check_lossless, gather, proposer_of
 from draftkit.evaluation.summary import compare
 from draftkit.models.adapter import Adapter
@@ -49,7 +50,6 @@ from draftkit.models.files import address_of
 from draftkit.models.loading import Target, load_draft, load_target
 from draftkit.models.served import served_sampling
 from draftkit.prompts import Prompt, check_held_out, examples_of, fit_examples, held_out_of
-from draftkit.theory.acceptance import Estimate
 from draftkit.theory.divergences import Divergence
 from draftkit.tracking import Tracker
 

@@ -17,7 +17,7 @@ from draftkit.config import SERVERS, Config, SamplingConfig
 from draftkit.data.splits import read_splits
 from draftkit.engines.endpoint import Endpoint
 from draftkit.evaluation.certificate import Answer, greedy_identity, same_law
-from draftkit.theory.acceptance import LEAST_UNITS
+from draftkit.evaluation.intervals import LEAST_UNITS
 
 from .lengths import answer_tokens
 from .product import SUMMARY

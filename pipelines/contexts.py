@@ -16,8 +16,8 @@ from draftkit.data.rollouts import Record, document_of, read_records, write_reco
 from draftkit.data.splits import read_splits
 from draftkit.distillation.progress import Countdown
 from draftkit.distillation.samplers import TEST, VALIDATION, target_answers
+from draftkit.evaluation.intervals import LEAST_UNITS
 from draftkit.models.loading import load_target
-from draftkit.theory.acceptance import LEAST_UNITS
 
 from .command import main
 from .lengths import answer_tokens

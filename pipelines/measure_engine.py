@@ -21,9 +21,10 @@ from draftkit.data.rollouts import Record
 from draftkit.engines.counters import LLAMACPP, SGLANG, Answer, Server
 from draftkit.evaluation.alpha import PromptTotals, score_drafts
 from draftkit.evaluation.engines import SETTINGS, EngineSetting, drafted_as
+from draftkit.evaluation.intervals import acceptance_length, estimate
 from draftkit.evaluation.report import interval, signed
 from draftkit.models.loading import load_draft, load_target
-from draftkit.theory.acceptance import Rate, acceptance_length, estimate
+from draftkit.theory.acceptance import Rate
 
 from .command import main
 from .contexts import read_contexts

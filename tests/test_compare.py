@@ -14,8 +14,9 @@ import wandb
 import yaml
 from rich.console import Console
 
+from draftkit.evaluation.intervals import estimate, speedup
 from draftkit.evaluation.page import as_html
-from draftkit.theory.acceptance import Rate, estimate, speedup
+from draftkit.theory.acceptance import Rate
 from pipelines.command import run_command
 from pipelines.compare import compare, show
 from pipelines.rankings import Ranking, differing, rankings, recommendation

@@ -25,17 +25,14 @@ from torch.nn.utils.rnn import pad_sequence
 from draftkit.config import Config, SamplingConfig
 from draftkit.data.rollouts import Record, document_of
 from draftkit.decoding.generation import Completion
+from draftkit.evaluation.intervals import LEAST_UNITS, Estimate, estimate, proportion
 from draftkit.models.adapter import Adapter
 from draftkit.models.heads import MedusaAdapter
 from draftkit.models.parallel import chains, unrolled
 from draftkit.theory.acceptance import (
-    LEAST_UNITS,
     MODES,
     SHARES,
-    Estimate,
     Rate,
-    estimate,
-    proportion,
     rounds_of_texts,
     sampled_acceptance,
     sampled_share,

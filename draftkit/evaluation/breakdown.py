@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from draftkit.evaluation.alpha import PromptTotals
-from draftkit.theory.acceptance import Rate, proportion
+from draftkit.evaluation.intervals import proportion
+from draftkit.theory.acceptance import Rate
 
 # Where each part begins, and its name. Nats of the target's own law, and tokens of the answer.
 ENTROPIES = {0: "under 0.5", 0.5: "0.5 to 1", 1: "1 to 2", 2: "2 to 3", 3: "3 and more"}

@@ -14,9 +14,9 @@ from draftkit.config import flatten
 from draftkit.evaluation import page, report
 from draftkit.evaluation.breakdown import ENTROPIES, UNSURE
 from draftkit.evaluation.choice import HYBRID
+from draftkit.evaluation.intervals import LEAST_UNITS
 from draftkit.evaluation.page import Answer, Figure, Page, Section
 from draftkit.evaluation.report import interval
-from draftkit.theory.acceptance import LEAST_UNITS
 
 TONES = {"deploy": "good", "do_not_deploy": "bad", "inconclusive": "open"}
 COLOURS = {"before": page.BEFORE, "after": page.AFTER, "draft": page.AFTER}

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from draftkit.evaluation.alpha import UNCUT, PromptTotals
+from draftkit.evaluation.intervals import acceptance_length, proportion
 from draftkit.models.head_files import P_EAGLE
 from draftkit.models.heads import EAGLE3, MEDUSA
 from draftkit.models.parallel import ENCODER_DECODER
-from draftkit.theory.acceptance import acceptance_length, proportion
 
 SAMPLED, ARGMAX, MATCHED = "alpha", "alpha_greedy_draft", "alpha_exact_match"
 

@@ -18,17 +18,12 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 import torch
+from scipy.special import stdtr, stdtrit
 from torch import Tensor
 
-from draftkit.theory.acceptance import (
-    LEAST_UNITS,
-    Compare,
-    Rate,
-    estimate,
-    gain_p_value,
-)
+from draftkit.evaluation.intervals import LEAST_UNITS, Compare, estimate, gain_p_value
+from draftkit.theory.acceptance import Rate
 from draftkit.theory.forecast import DEVIATION
-from draftkit.theory.tails import student_t_quantile, student_t_tail
 
 LEVEL = 0.05
 Z = NormalDist().inv_cdf(0.975)
@@ -119,8 +114,8 @@ def seed_difference(values: Tensor, one: int, other: int) -> Difference:
     degrees = (cells - 1) * (seeds - 1)
     error = math.sqrt(2 * float(rest.square().sum()) / degrees / seeds)
     mean = float(values[one].mean() - values[other].mean())
-    width = student_t_quantile(degrees) * error
-    p_value = 2 * student_t_tail(abs(mean) / error, degrees) if error else float(mean == 0)
+    width = -float(stdtrit(degrees, 0.025)) * error
+    p_value = 2 * float(stdtr(degrees, -abs(mean) / error)) if error else float(mean == 0)
     return Difference(mean, mean - width, mean + width, p_value)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from rich.table import Table
 
 from draftkit.config import SamplingConfig
+from draftkit.evaluation.intervals import LEAST_UNITS
 from draftkit.evaluation.judge import PREDICTION_TOLERANCE
-from draftkit.theory.acceptance import LEAST_UNITS
 
 VERDICTS = {"deploy": "DEPLOY", "do_not_deploy": "DO NOT DEPLOY", "inconclusive": "INCONCLUSIVE"}
 

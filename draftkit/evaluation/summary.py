@@ -12,21 +12,23 @@ from draftkit.evaluation.alpha import PromptTotals, estimates
 from draftkit.evaluation.breakdown import breakdown
 from draftkit.evaluation.choice import HYBRID, LOOKUP, factors_of, taus_of
 from draftkit.evaluation.engines import engine_rows
+from draftkit.evaluation.intervals import (
+    LEAST_UNITS,
+    Estimate,
+    acceptance_length,
+    estimate,
+    gain_p_value,
+    log_ratio,
+    proportion,
+    speedup,
+)
 from draftkit.evaluation.judge import Measured, prediction_error
 from draftkit.evaluation.lossless import Losslessness
 from draftkit.evaluation.walltime import PLAIN, Timed
 from draftkit.theory.acceptance import (
-    LEAST_UNITS,
-    Estimate,
     Rate,
-    acceptance_length,
     chain_acceptance,
-    estimate,
-    gain_p_value,
-    log_ratio,
     mean_by_position,
-    proportion,
-    speedup,
     unconditional_rates,
 )
 from draftkit.theory.speedup import break_even_alpha, ceiling, largest, speedup_from_length

@@ -19,8 +19,9 @@ from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.generation import DRAFT_ID, Completion, make_requests, record
 from draftkit.decoding.graphs import batch_size, compile_seconds
 from draftkit.decoding.proposers import Proposer
+from draftkit.evaluation.intervals import speedup
 from draftkit.models.adapter import Adapter
-from draftkit.theory.acceptance import Rate, speedup
+from draftkit.theory.acceptance import Rate
 
 PLAIN = "plain"
 CALIBRATED_GAMMAS = (1, 4, 8, 12)  # at which `costs` are measured beside the one in use

@@ -24,9 +24,9 @@ from torch import Tensor
 from draftkit.config.service import LEAST_PROMPTS
 from draftkit.data.rollouts import Record
 from draftkit.evaluation.alpha import PromptTotals, is_chained, score_contexts, score_stored
+from draftkit.evaluation.intervals import Estimate, gain_p_value
 from draftkit.evaluation.report import signed
 from draftkit.models.adapter import Adapter
-from draftkit.theory.acceptance import Estimate, gain_p_value
 
 FALSE_PASSES = 0.05  # of weights that gain nothing, over all gates of a version in force
 

@@ -27,6 +27,7 @@ from draftkit.artifacts import read_json
 from draftkit.config import Config
 from draftkit.decoding.graphs import compile_seconds
 from draftkit.evaluation.costs import between, meter
+from draftkit.evaluation.intervals import speedup
 from draftkit.evaluation.judge import Prompts, proposer_of, timing
 from draftkit.evaluation.lossless import differ_by_rounding, differing
 from draftkit.evaluation.report import interval
@@ -43,7 +44,6 @@ from draftkit.evaluation.walltime import (
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import Target, load_draft, load_target
 from draftkit.models.memory import peak_bytes
-from draftkit.theory.acceptance import speedup
 from draftkit.theory.speedup import Costs, speedup_from_length
 
 from ..command import main

@@ -36,6 +36,7 @@ from draftkit.distillation.progress import reporting
 from draftkit.distillation.samplers import answered, target_sampler
 from draftkit.distillation.sources import Source, shuffled
 from draftkit.evaluation.alpha import PromptTotals, score_drafts
+from draftkit.evaluation.intervals import Estimate, estimate
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import Target, load_draft, load_target, save_draft, with_path
 from draftkit.online.assembly import make_refit
@@ -43,7 +44,7 @@ from draftkit.online.buffer import Buffer
 from draftkit.online.refit import Refit, Update
 from draftkit.online.registry import Registry, Version
 from draftkit.online.rows import Anchors, row_of
-from draftkit.theory.acceptance import Estimate, Rate, estimate
+from draftkit.theory.acceptance import Rate
 
 from ..command import main
 from ..plan import PREPARE, ROLLOUTS, TARGET_MODEL, TEXTS

@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from draftkit.config import SamplingConfig
 from draftkit.engines.counters import Server
-from draftkit.theory.acceptance import Estimate, Rate, estimate
+from draftkit.evaluation.intervals import Estimate, estimate
+from draftkit.theory.acceptance import Rate
 from tests.engines import study
 from tests.engines.heads import (
     Head,

@@ -23,10 +23,11 @@ from draftkit.decoding.generation import Completion, decode, make_requests
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.evaluation.alpha import PromptTotals, score_drafts
 from draftkit.evaluation.engines import ARGMAX, SAMPLED
+from draftkit.evaluation.intervals import Estimate, estimate, gain_p_value
 from draftkit.evaluation.ranking import holm
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import load_draft, load_target
-from draftkit.theory.acceptance import Estimate, Rate, estimate, gain_p_value
+from draftkit.theory.acceptance import Rate
 from tests.records import records_of
 
 MODES = {"sampled": SAMPLED, "argmax": ARGMAX}  # what the drafter proposes

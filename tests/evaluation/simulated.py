@@ -24,11 +24,12 @@ from draftkit.config import Config, DecodeConfig, EvaluateConfig, SamplingConfig
 from draftkit.decoding.generation import Completion
 from draftkit.evaluation.alpha import PromptTotals, estimates
 from draftkit.evaluation.choice import HYBRID, LOOKUP
+from draftkit.evaluation.intervals import acceptance_length, estimate, proportion, speedup
 from draftkit.evaluation.judge import Measured
 from draftkit.evaluation.lossless import Losslessness
 from draftkit.evaluation.summary import best_of, best_use, summarise, ways_beside
 from draftkit.evaluation.walltime import PLAIN, Chunk, FullBatch, Timed, until_certain
-from draftkit.theory.acceptance import Rate, acceptance_length, estimate, proportion, speedup
+from draftkit.theory.acceptance import Rate
 from draftkit.theory.speedup import Costs
 
 CHATS = 0  # answers a document: 1 to 12, as chats have turns

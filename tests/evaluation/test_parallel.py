@@ -11,16 +11,11 @@ from draftkit.decoding.proposers import ParallelProposer
 from draftkit.distillation.scores import stored_scores
 from draftkit.evaluation import alpha
 from draftkit.evaluation.alpha import score_drafts, score_stored
+from draftkit.evaluation.intervals import estimate
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.heads import MEDUSA
 from draftkit.models.parallel import Parallel, declare
-from draftkit.theory.acceptance import (
-    Rate,
-    chain_acceptance,
-    estimate,
-    mean_by_position,
-    rounds_of_texts,
-)
+from draftkit.theory.acceptance import Rate, chain_acceptance, mean_by_position, rounds_of_texts
 from draftkit.theory.warping import SamplingParams, warp
 from tests import tiny
 from tests.decoding.driving import head

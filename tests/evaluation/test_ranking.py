@@ -10,9 +10,11 @@ import operator
 
 import pytest
 import torch
+from scipy import stats
 
 from draftkit import distill, evaluate, load_pair
 from draftkit.config import EvaluateConfig, GenerateConfig, OptimConfig
+from draftkit.evaluation.intervals import estimate, gain_p_value, speedup
 from draftkit.evaluation.ranking import (
     LEVEL,
     Entry,
@@ -24,14 +26,8 @@ from draftkit.evaluation.ranking import (
     speedup_gain,
 )
 from draftkit.models.loading import save_model
-from draftkit.theory.acceptance import (
-    Rate,
-    estimate,
-    gain_p_value,
-    speedup,
-)
+from draftkit.theory.acceptance import Rate
 from draftkit.theory.forecast import DEVIATION
-from draftkit.theory.tails import student_t_quantile, student_t_tail
 from tests import tiny
 
 EASE, LUCK = 0.1, 0.02  # standard deviations of acceptance: of texts, and of a run on a text
@@ -169,7 +165,7 @@ def test_the_error_of_runs_that_were_trained_apart_holds_the_deviation_of_both(c
     assert apart.mean == alone.mean
     width, wide = ((gap.high - gap.low) / 2 for gap in (alone, apart))
     assert math.sqrt(wide**2 - width**2) == pytest.approx(1.97 * 0.05, rel=0.02)
-    t = student_t_quantile(83, apart.p_value / 2)
+    t = stats.t.isf(apart.p_value / 2, 83)
     assert t == pytest.approx(abs(apart.mean) / (wide / 1.97), rel=0.05, abs=0.01)
     unknown = difference(one._replace(weights=""), other._replace(weights=""))
     assert unknown.high - unknown.low > alone.high - alone.low
@@ -263,8 +259,8 @@ def test_seeds_of_a_cell_are_blocks_and_their_error_is_that_of_a_two_way_table()
     gains = values[0] - values[1]  # of two cells: the paired t test
     error = float(gains.std()) / 3**0.5
     assert one.mean == pytest.approx(float(gains.mean()))
-    assert one.p_value == pytest.approx(2 * student_t_tail(abs(one.mean) / error, 2))
-    assert one.high - one.mean == pytest.approx(student_t_quantile(2) * error)
+    assert one.p_value == pytest.approx(2 * stats.t.sf(abs(one.mean) / error, 2))
+    assert one.high - one.mean == pytest.approx(stats.t.isf(0.025, 2) * error)
     assert against(of_seeds(values), 1) == [one, None]
     same = seed_difference(values[:1].repeat(2, 1), 0, 1)
     assert same == (0, 0, 0, 1, True)

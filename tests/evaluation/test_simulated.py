@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from draftkit.config import EvaluateConfig
-from draftkit.theory.acceptance import Rate, proportion
+from draftkit.evaluation.intervals import proportion
+from draftkit.theory.acceptance import Rate
 from tests.evaluation.simulated import (
     ANSWERS,
     CHATS,

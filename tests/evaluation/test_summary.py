@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
+from draftkit.evaluation.intervals import Estimate, speedup
 from draftkit.evaluation.lossless import NOT_CHECKED, Losslessness
 from draftkit.evaluation.summary import best_of, best_use, verdict, ways_beside
 from draftkit.evaluation.walltime import LOOK_TAIL, PLAIN
-from draftkit.theory.acceptance import Estimate, speedup
 from tests.evaluation.simulated import WAYS, chunked
 
 NAN = float("nan")

@@ -8,6 +8,7 @@ from draftkit.decoding import graphs
 from draftkit.decoding.generation import Completion
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.evaluation import walltime
+from draftkit.evaluation.intervals import speedup
 from draftkit.evaluation.walltime import (
     PLAIN,
     Chunk,
@@ -23,7 +24,6 @@ from draftkit.evaluation.walltime import (
     until_certain,
     warm_up,
 )
-from draftkit.theory.acceptance import speedup
 from tests.evaluation.scripted import Clock, Slow
 
 SETTING = Setting(max_new_tokens=10, gamma=3, batch_size=2, capacity=40)

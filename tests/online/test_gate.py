@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from draftkit.evaluation.alpha import score_contexts
+from draftkit.evaluation.intervals import gain_p_value
 from draftkit.online.gate import FALSE_PASSES, Judge, judge, judge_served, level_of
-from draftkit.theory.acceptance import Rate, gain_p_value
+from draftkit.theory.acceptance import Rate
 from tests import tiny
 from tests.online import making
 

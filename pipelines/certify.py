@@ -16,7 +16,7 @@ from draftkit.artifacts import read_json
 from draftkit.config import SERVERS, Config, SamplingConfig
 from draftkit.data.splits import read_splits
 from draftkit.engines.endpoint import Endpoint
-from draftkit.evaluation.certificate import Answer, greedy_identity, same_law
+from draftkit.evaluation.certificate import Answer, same_greedy, same_law
 from draftkit.evaluation.intervals import LEAST_UNITS
 
 from .lengths import answer_tokens
@@ -104,7 +104,7 @@ def certify(config: Config, folder: StageFolder) -> dict[str, Any]:
                 "serves another model than certify.without: log-probabilities of first tokens, "
                 "which no drafter proposes, differ"
             )
-        identity = greedy_identity(plain, ask(1, greedy, limit, at_once=1), drafted)
+        identity = same_greedy(plain, ask(1, greedy, limit, at_once=1), drafted)
         if not config.sampling.temperature:
             return {"greedy": identity, "sampled": None, "certified": identity["passed"]}
         gamma, count = config.proposals, len(prompts[:SAMPLED_PROMPTS])

@@ -1,6 +1,6 @@
 """Whether a server's answers with a drafter have its own law without one: two samples, no model.
 
-Greedy answers must be equal. They may part at near-ties, within the engine's rounding: this is
+Greedy answers must be equal but for near-ties (`lossless`), within the engine's rounding: this is
 measured on the server without a drafter, which answers twice, in batches of other sizes.
 
 Sampled answers are compared by tokens 2 to gamma + 2 among those to one prompt with one first
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from draftkit.evaluation.lossless import MARGIN, Losslessness, binomial_tail, parting
+from draftkit.evaluation.lossless import MARGIN, greedy_identity, parting, partings
 
 LEVEL, POWER = 0.01, 0.9
 PERMUTATIONS = 999
@@ -44,30 +44,23 @@ def rounding(plain: Sequence[Answer], again: Sequence[Answer]) -> float:
     return max(changes)
 
 
-def greedy_identity(
+def same_greedy(
     plain: Sequence[Answer], again: Sequence[Answer], drafted: Sequence[Answer]
 ) -> dict[str, Any]:
-    """Greedy answers with the drafter beside those without, which came twice.
-
-    They pass as in `lossless`: by near-ties alone, and not by many more than plain answers have.
-    """
+    """Greedy answers with the drafter beside those without, which came twice."""
     margin = rounding(plain, again)
 
-    def near_ties(others: Sequence[Answer]) -> list[bool]:
-        """Of each answer that is another one, whether it parts at a near-tie."""
-        pairs = [(a, b) for a, b in zip(plain, others, strict=True) if a.tokens != b.tokens]
-        ends = [(a, b, parting(a.tokens, b.tokens)) for a, b in pairs]
-        return [
-            at is not None
-            and a.likeliest[at][a.tokens[at]] - a.likeliest[at].get(b.tokens[at], -np.inf) <= margin
-            for a, b, at in ends
-        ]
+    def near_ties(parted: Mapping[int, int]) -> list[bool]:
+        gaps = []
+        for number, at in parted.items():
+            one, other = plain[number], drafted[number].tokens[at]
+            gaps.append(one.likeliest[at][one.tokens[at]] - one.likeliest[at].get(other, -np.inf))
+        return [gap <= margin for gap in gaps]
 
-    ties, own = near_ties(drafted), len(near_ties(again))
-    p_value = binomial_tail(sum(ties), own)
-    identity = Losslessness(len(plain), len(ties), sum(ties), p_value=p_value)
+    own, once_more, others = ([one.tokens for one in side] for side in (plain, again, drafted))
+    identity = greedy_identity(own, others, again=lambda: once_more, near_ties=near_ties)
     counts = identity.as_dict() | {"method": "greedy identity", "rounding_nats": margin}
-    return counts | {"near_ties_without_drafter": own}
+    return counts | {"near_ties_without_drafter": len(partings(own, once_more))}
 
 
 def groups_of(

@@ -26,7 +26,7 @@ from draftkit.evaluation.lossless import (
     LOSSY,
     NOT_CHECKED,
     Losslessness,
-    greedy_identity,
+    check_proposers,
     sampled_surprise,
 )
 from draftkit.evaluation.walltime import (
@@ -322,7 +322,7 @@ def check_lossless(
         held = None if served else torch.float32
         loaded = {name: load_draft(draft, target, dtype=held) for name, draft in drafts.items()}
         ways = ways_of(target.adapter, loaded, prompts, config)
-        return greedy_identity(
+        return check_proposers(
             target.adapter,
             {name: make() for name, make in ways.items()},
             texts,

@@ -1,22 +1,23 @@
-"""Losslessness on the evaluation prompts: greedy speculative output equals greedy plain output.
+"""Losslessness: greedy output with proposals equals greedy output without, token for token.
 
-Token for token, in float32 or in the dtype that is served. Passes over one token and over several
-use different kernels, so a near-tie may fall the other way. A mismatch is tolerated, and counted,
-only where every token from there on lies within the rounding of the best one, and that rounding is
-measured: each such answer is read again in passes of the shapes that decoding has, and the largest
-change of a gap between two logits is how far it may lie from zero, or a unit in their last place.
+Passes over one token and over several use different kernels, so a near-tie may fall the other way.
+A mismatch is tolerated, and counted, only at one: `greedy_identity`, for our decoder, for other
+people's code on the same model, and for servers (`certificate`). Of models, every token from there
+on must lie within the rounding of the best one, and that rounding is measured: each such answer is
+read again in passes of the shapes that decoding has, and the largest change of a gap between two
+logits is how far it may lie from zero, or a unit in their last place.
 
-In bfloat16 ties are common. So their number is tested as well: plain decoding in batches of another
-size parts from plain decoding by nothing but rounding, and a decoder that parts much more often
-does not part by rounding alone.
+In bfloat16 ties are common. So their number is tested as well: plain answers in batches of another
+size part from plain ones by nothing but rounding, and what parts much more often does not part by
+rounding alone.
 
 Shapes: N tokens of an answer, R rows of a pass, T tokens of the longest text, V vocabulary.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -98,7 +99,101 @@ NOT_CHECKED = Losslessness(0, 0, 0)
 LOSSY = Losslessness(0, 0, 0, lossy=True)
 
 
+Answer = Sequence[Any]  # its tokens
+NearTies = Callable[[Mapping[int, int]], Sequence[bool]]  # asked of numbers of answers, with places
+
+
 def greedy_identity(
+    plain: Sequence[Answer],
+    drafted: Sequence[Answer],
+    *,
+    again: Callable[[], Sequence[Answer]],
+    near_ties: NearTies,
+    dtype: torch.dtype = torch.float32,
+) -> Losslessness:
+    """Whether greedy answers with proposals are those without, but for near-ties, and not too many.
+
+    again: answers without proposals once more, in batches of another size. near_ties: of answers
+    that part there, whether they do by rounding alone. Where one begins the other, no tie explains
+    it.
+    """
+    parted = partings(plain, drafted)
+    ties = sum(near_ties({number: at for number, at in parted.items() if at is not None}))
+    p_value = None
+    if binomial_tail(ties, 0) <= LEVEL:  # as it takes time: for what could be too many
+        p_value = binomial_tail(ties, len(partings(plain, again())))
+    return Losslessness(len(plain), len(parted), ties, dtype, p_value)
+
+
+def partings(plain: Sequence[Answer], others: Sequence[Answer]) -> dict[int, int | None]:
+    """By the number of each answer that is not the same, where both part; None: one is longer."""
+    pairs = enumerate(zip(plain, others, strict=True))
+    return {number: parting(*both) for number, both in pairs if both[0] != both[1]}
+
+
+def parting(first: Answer, second: Answer) -> int | None:
+    """Where two answers part; None where one begins the other."""
+    pairs = zip(first, second, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+
+
+def binomial_tail(count: int, others: int) -> float:
+    """P(X >= count) of X binomial over count + others draws with chance 1/2, exactly."""
+    draws = count + others
+    return sum(math.comb(draws, k) for k in range(count, draws + 1)) / 2**draws
+
+
+# Of models
+
+
+def greedy_answers(
+    target: Adapter,
+    prompts: Sequence[Sequence[int]],
+    rows: int,
+    *,
+    max_new_tokens: int,
+    eos_token_ids: Sequence[int],
+    proposer: Proposer | None = None,
+    gamma: int = 0,
+) -> list[Completion]:
+    """What `target` answers, so many rows at a time, with proposals where something proposes."""
+    requests = make_requests(
+        prompts,
+        max_new_tokens=max_new_tokens,
+        sampling=SamplingConfig(temperature=0.0),
+        gamma=0 if proposer is None else gamma,
+    )
+    return decode(
+        target, [*requests], eos_token_ids=eos_token_ids, batch_size=rows, proposer=proposer
+    )
+
+
+def decoded_identity(
+    target: Adapter,
+    plain: Sequence[Completion],
+    drafted: Sequence[Completion],
+    *,
+    width: int,
+    rows: int,
+    again: Callable[[int], Sequence[Completion]],
+) -> Losslessness:
+    """`greedy_identity` of answers that were decoded so many rows at a time.
+
+    Rounding is told by reading them in passes of the shapes that decoding has. width: tokens of a
+    row that `target` verifies at once. again: plain answers, so many rows at a time.
+    """
+    other = 1 if rows > 1 else 2  # rows of another batch
+    shapes = ((1, rows), (width, rows), (width, other))
+    return greedy_identity(
+        [one.output_ids for one in plain],
+        [one.output_ids for one in drafted],
+        again=lambda: [one.output_ids for one in again(other)],
+        near_ties=partial(differ_by_rounding, target, plain, drafted, shapes),
+        dtype=target.dtype,
+    )
+
+
+def check_proposers(
     target: Adapter,
     proposers: Mapping[str, Proposer],
     prompts: Sequence[Sequence[int]],
@@ -109,39 +204,21 @@ def greedy_identity(
     eos_token_ids: Sequence[int],
 ) -> dict[str, Losslessness]:
     """Decode `prompts` greedily without and with each proposer and compare, as the models are."""
-
-    def outputs(proposer: Proposer | None, rows: int = batch_size) -> list[Completion]:
-        requests = make_requests(
-            prompts,
-            max_new_tokens=max_new_tokens,
-            sampling=SamplingConfig(temperature=0.0),
-            gamma=0 if proposer is None else gamma,
-        )
-        return decode(
-            target,
-            list(requests),
-            eos_token_ids=eos_token_ids,
-            batch_size=rows,
-            proposer=proposer,
-        )
-
-    plain, rows = outputs(None), min(batch_size, len(prompts))
-    other = 1 if rows > 1 else 2  # rows of another batch
-
-    @lru_cache
-    def parted_by_rounding() -> int:
-        """Answers that plain decoding in batches of another size gives otherwise."""
-        return len(differing(plain, outputs(None, other)))
+    rows = min(batch_size, len(prompts))
+    decoded = partial(
+        greedy_answers,
+        target,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        eos_token_ids=eos_token_ids,
+        gamma=gamma,
+    )
+    again = cache(decoded)
 
     def compared(proposer: Proposer) -> Losslessness:
-        pairs = differing(plain, outputs(proposer))
+        drafted = decoded(rows, proposer=proposer)
         width = 1 + (gamma if proposer.tree is None else proposer.tree.nodes)
-        shapes = ((1, rows), (width, rows), (width, other))
-        ties, p_value = sum(differ_by_rounding(target, pairs, shapes)), None
-        # Plain decoding again costs time: only for as many ties as could be too many.
-        if target.dtype.itemsize < 4 and binomial_tail(ties, 0) <= LEVEL:
-            p_value = binomial_tail(ties, parted_by_rounding())
-        return Losslessness(len(plain), len(pairs), ties, target.dtype, p_value)
+        return decoded_identity(target, again(rows), drafted, width=width, rows=rows, again=again)
 
     return {name: compared(proposer) for name, proposer in proposers.items()}
 
@@ -190,42 +267,24 @@ def sampled_surprise(
     return {name: checked(one) for name, one in proposers.items()}
 
 
-Pair = tuple[Completion, Completion]
-
-
-def differing(first: Sequence[Completion], second: Sequence[Completion]) -> list[Pair]:
-    """The answers to equal prompts that are not the same, beside one another."""
-    pairs = zip(first, second, strict=True)
-    return [pair for pair in pairs if pair[0].output_ids != pair[1].output_ids]
-
-
-def binomial_tail(count: int, others: int) -> float:
-    """P(X >= count) of X binomial over count + others draws with chance 1/2, exactly."""
-    draws = count + others
-    return sum(math.comb(draws, k) for k in range(count, draws + 1)) / 2**draws
-
-
-def parting(first: Sequence[Any], second: Sequence[Any]) -> int | None:
-    """Where the tokens of two answers part; None where one begins the other: no tie explains it."""
-    pairs = zip(first, second, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-
-
 def differ_by_rounding(
-    target: Adapter, pairs: Sequence[Pair], shapes: Sequence[tuple[int, int]]
+    target: Adapter,
+    plain: Sequence[Completion],
+    drafted: Sequence[Completion],
+    shapes: Sequence[tuple[int, int]],
+    parted: Mapping[int, int],
 ) -> list[bool]:
-    """Of each pair of greedy answers: whether they part at a near-tie, and go on by best tokens.
+    """Of greedy answers that part there, whether they do at a near-tie, and go on by best tokens.
 
     From where they part, each token of either must lie no further below the best one than rounding.
     shapes: tokens a row and rows of a pass. In each of them the answers are read, and the largest
     change of a gap between them is that of rounding.
     """
-    starts = [parting(first.output_ids, second.output_ids) for first, second in pairs]
-    read = [one for pair, at in zip(pairs, starts, strict=True) if at is not None for one in pair]
+    read = [side[number] for number in parted for side in (plain, drafted)]
     readings = [_gaps(target, read, shape=shape) for shape in shapes]
     gaps = zip(*readings, strict=True)
     both = zip(gaps, gaps, strict=True)  # of the two answers of a pair
-    return [at is not None and all(_is_rounding(one, at) for one in next(both)) for at in starts]
+    return [all(_is_rounding(one, at) for one in next(both)) for at in parted.values()]
 
 
 def _is_rounding(readings: Sequence[Tensor], start: int) -> bool:

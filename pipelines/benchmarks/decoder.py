@@ -29,7 +29,7 @@ from draftkit.decoding.graphs import compile_seconds
 from draftkit.evaluation.costs import between, meter
 from draftkit.evaluation.intervals import speedup
 from draftkit.evaluation.judge import Prompts, proposer_of, timing
-from draftkit.evaluation.lossless import differ_by_rounding, differing
+from draftkit.evaluation.lossless import decoded_identity, greedy_answers
 from draftkit.evaluation.report import interval
 from draftkit.evaluation.summary import count_rounds
 from draftkit.evaluation.walltime import (
@@ -167,9 +167,22 @@ def measure(
     points = {name: base_point(name, timed, setting) for name in names}
     points[SPECULATIVE] |= prediction(timed, costs.costs(), setting)
     if setting.sampling.temperature == 0:
+        again = partial(
+            greedy_answers,
+            target,
+            prompts.test,
+            max_new_tokens=setting.max_new_tokens,
+            eos_token_ids=setting.eos_token_ids,
+        )
         for name in (PLAIN, SPECULATIVE):
-            sides = (timed[name], timed[HF_PLAIN])
-            points[name]["beside_hf"] = greedy_agreement(target, *sides, setting)
+            identity = decoded_identity(
+                target,
+                *(timed[HF_PLAIN].completions, timed[name].completions),
+                width=1 + (setting.gamma if tree is None else tree.nodes),
+                rows=setting.batch_size,
+                again=again,
+            )
+            points[name]["beside_hf"] = identity.as_dict()
     return list(points.values())
 
 
@@ -234,25 +247,6 @@ def prediction(timed: Mapping[str, Timed], costs: Costs, setting: Setting) -> Po
         **costs.ratios,
         "speedup": {"measured": gained.mean, "ci95": gained.ci95, "predicted": predicted},
         "prediction_error": gained.mean / predicted - 1,
-    }
-
-
-def greedy_agreement(
-    target: Adapter, ours: Timed, theirs: Timed, setting: Setting
-) -> dict[str, int]:
-    """How many answers are the same, and how the others part: by a near-tie, or not.
-
-    Near-ties are told by `lossless`, which reads their text in passes of the shapes of both.
-    """
-    rows = setting.batch_size
-    shapes = ((1, rows), (1, 1), (setting.gamma + 1, rows))
-    parted = differing(theirs.completions, ours.completions)
-    ties = sum(differ_by_rounding(target, parted, shapes))
-    return {
-        "compared": len(ours.completions),
-        "identical": len(ours.completions) - len(parted),
-        "near_ties": ties,
-        "different": len(parted) - ties,
     }
 
 
@@ -327,8 +321,9 @@ def remarks(point: Point) -> Iterator[str]:
     if "beside_hf" in point:
         same = point["beside_hf"]
         yield (
-            f"{named(point['method'])} = HF plain: {same['identical']} of {same['compared']} "
-            f"answers, {same['near_ties']} near-ties, {same['different']} different"
+            f"{named(point['method'])} = HF plain: {same['compared'] - same['statistic']} of "
+            f"{same['compared']} answers, {same['near_ties']} near-ties, "
+            f"{same['statistic'] - same['near_ties']} different"
         )
 
 

@@ -4,7 +4,6 @@ import math
 from dataclasses import replace
 
 import pytest
-import torch
 
 from draftkit.config import SamplingConfig
 from draftkit.decoding.generation import Completion
@@ -12,7 +11,6 @@ from draftkit.evaluation import walltime
 from draftkit.evaluation.walltime import Chunk, FullBatch, Setting, Timed, decoding
 from draftkit.theory.speedup import Costs
 from pipelines.benchmarks.decoder import (
-    greedy_agreement,
     median_interval,
     paired_ratio,
     prediction,
@@ -76,25 +74,6 @@ def test_ratios_are_paired_by_chunk_and_hold_the_prefill():
     found = paired_ratio(mine, other)  # 5 / 5, 5 / 5, 1 / (1/3)
     assert found["median"] == pytest.approx(1.0)
     assert found["ci95"] == pytest.approx([1.0, 3.0])
-
-
-# Where answers part
-
-
-def test_only_differences_by_more_than_rounding_count_as_different(pair):
-    """The second best token is no near-tie."""
-    target, prompt = pair[0], TEXTS[0]
-    tokens = torch.tensor([prompt])
-    keep = torch.zeros_like(tokens, dtype=torch.bool)
-    keep[:, -1] = True
-    with torch.inference_mode():
-        best, second = target.score(tokens, keep)[0].topk(2).indices.tolist()
-    ours = Timed([Chunk(0.0, 1.0, [Completion(prompt, [best])])])
-    theirs = Timed([Chunk(0.0, 1.0, [Completion(prompt, [second])])])
-    for other, identical, different in ((ours, 1, 0), (theirs, 0, 1)):
-        found = greedy_agreement(target, ours, other, SETTING)
-        counts = {"compared": 1, "identical": identical, "near_ties": 0, "different": different}
-        assert found == counts
 
 
 # The peers

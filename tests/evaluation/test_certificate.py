@@ -21,7 +21,7 @@ from draftkit.decoding.generation import DRAFT_ID
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.decoding.state import Request
 from draftkit.evaluation import certificate
-from draftkit.evaluation.certificate import LEVEL, Answer, greedy_identity, same_law
+from draftkit.evaluation.certificate import LEVEL, Answer, same_greedy, same_law
 from tests.decoding.checks import Parts, build
 from tests.decoding.measuring import Rows
 from tests.decoding.mutants import CautiousProposer
@@ -232,20 +232,20 @@ def test_greedy_answers_part_at_near_ties_alone(
     drafted: str, gap: float, ties: int, passed: bool
 ) -> None:
     plain = [scored("abc", gap=gap), scored("abd")]
-    made = greedy_identity(plain, plain, [scored(drafted), scored("abd")])
+    made = same_greedy(plain, plain, [scored(drafted), scored("abd")])
     assert (made["near_ties"], made["passed"]) == (ties, passed)
     assert made["statistic"] == (drafted != "abc")
 
 
 def test_many_more_near_ties_than_without_a_drafter_are_a_fault() -> None:
     plain: Sequence[Answer] = [scored("abc", gap=1e-7)] * 12
-    made = greedy_identity(plain, plain, [scored("azc")] * 12)
+    made = same_greedy(plain, plain, [scored("azc")] * 12)
     assert (made["near_ties"], made["near_ties_without_drafter"]) == (12, 0)
     assert made["passed"] is False
 
 
 def test_rounding_is_measured_where_plain_answers_are_equal() -> None:
     again = [Answer(["a"], [{"a": -0.1, "z": -0.13}])]
-    made = greedy_identity([scored("a", gap=0.02)], again, [scored("z")])
+    made = same_greedy([scored("a", gap=0.02)], again, [scored("z")])
     assert made["rounding_nats"] == pytest.approx(0.01)
     assert made["passed"] is False  # 0.02 nats are more than that

@@ -16,8 +16,9 @@ from draftkit.evaluation import lossless
 from draftkit.evaluation.lossless import (
     Losslessness,
     binomial_tail,
+    check_proposers,
+    decoded_identity,
     differ_by_rounding,
-    greedy_identity,
     sampled_surprise,
 )
 from draftkit.evaluation.walltime import Setting
@@ -38,7 +39,7 @@ def table(seed):
 
 
 def check(target, draft, prompts=PROMPTS, tokens=12, batch_size=3):
-    found = greedy_identity(
+    found = check_proposers(
         target,
         {"draft": DraftModelProposer(draft)},
         prompts,
@@ -119,7 +120,16 @@ def test_what_follows_a_near_tie_must_be_the_best_as_well():
         (answer(5, 1, 5, 5), answer(5, 3, 5, 5)),
         (plain, answer(5, 5)),  # it ends early
     ]
-    assert differ_by_rounding(target, pairs, SHAPES) == [True, True, False, False, False]
+    plain, drafted = zip(*pairs, strict=True)
+
+    def same_again(rows):
+        return plain
+
+    found = decoded_identity(target, plain, drafted, width=4, rows=3, again=same_again)
+    assert (found.mismatches, found.near_ties) == (5, 2)
+    parted = {0: 1, 1: 0, 2: 1, 3: 1}
+    ties = differ_by_rounding(target, plain, drafted, SHAPES, parted)
+    assert ties == [True, True, False, False]
 
 
 def noisy(target, *, seed=0):
@@ -192,7 +202,7 @@ def test_more_near_ties_than_plain_decoding_has_with_itself_are_a_fault(monkeypa
     pair = rounding_pair("random", 16)
     lossy_by(monkeypatch, 0.5)
     everything = "draftkit.evaluation.lossless.differ_by_rounding"
-    monkeypatch.setattr(everything, lambda target, pairs, shapes: [True] * len(pairs))
+    monkeypatch.setattr(everything, lambda *answers: [True] * len(answers[-1]))
     found = check(*pair, batch_size=4)
     assert found.mismatches == found.near_ties > 9
     assert found.passed is False
@@ -216,7 +226,7 @@ def test_answers_of_an_encoder_decoder_model_are_read_again_as_others():
     plain = decode(target, list(requests), eos_token_ids=(), batch_size=3)
     other = copy.deepcopy(plain[0])
     other.output_ids[2] = (other.output_ids[2] + 1) % 250
-    assert differ_by_rounding(target, [(plain[0], other)], SHAPES) == [False]
+    assert differ_by_rounding(target, plain, [other], SHAPES, {0: 2}) == [False]
     gaps = lossless._gaps(target, plain, shape=(4, 3))
     assert [one[0].tolist() for one in gaps] == [[0] * 6] * 3
 
@@ -261,7 +271,7 @@ def test_typical_acceptance_passes_nowhere():
 
 
 def test_a_tree_passes_the_check_of_greedy_answers():
-    found = greedy_identity(
+    found = check_proposers(
         table(0),
         {"draft": DraftModelProposer(table(1), tree=usual_tree(8, 3))},
         PROMPTS,

@@ -23,7 +23,6 @@ from draftkit.data.splits import read_splits
 from draftkit.distillation.pretrain import compiles
 from draftkit.distillation.progress import duration
 from draftkit.distillation.ranks import processes
-from draftkit.evaluation.walltime import FIRST_LOOK
 from draftkit.models.devices import resolve_device
 from draftkit.models.memory import free_bytes, peak_bytes
 from draftkit.tracking import FILE_NAME, read_metrics
@@ -192,8 +191,7 @@ def rows_of(step: Product) -> int:
 
 
 def judged(step: Product, few: Product, seconds: float) -> tuple[float, str]:
-    """As `projected`, of `evaluate`: by its prompts, and by the batches that are timed before it
-    first looks whether these are enough."""
+    """As `projected`, of `evaluate`: by its prompts, and by the batches of them that are timed."""
     options = step.config.evaluate
     prompts = read_splits(step.inputs["texts"].path).counts["test"]
     whole, some = (min(one.evaluate.prompts, prompts) for one in (step.config, few.config))
@@ -201,6 +199,6 @@ def judged(step: Product, few: Product, seconds: float) -> tuple[float, str]:
     ways = [way for at_temperature in timing.values() for way in at_temperature.values()]
     took = sum(sum(one["seconds"]) + sum(one["prefill_seconds"]) for one in ways)
     timed = len(ways[0]["seconds"])
-    looks = max(timed, ceil(min(options.timing_prompts, FIRST_LOOK) / options.timing_batch_size))
-    seconds = seconds * whole / some + took * (looks / timed - 1)
-    return seconds, f"{some} of {whole} prompts, {timed} of {looks} timed batches"
+    batches = max(timed, ceil(min(options.timing_prompts, whole) / options.timing_batch_size))
+    seconds = seconds * whole / some + took * (batches / timed - 1)
+    return seconds, f"{some} of {whole} prompts, {timed} of {batches} timed batches"

@@ -176,7 +176,7 @@ EVALUATE = Stage(
     name="evaluate",
     reads=("seed", "data", "sampling", "decode", "evaluate"),
     inputs=(*JUDGED, CONTEXTS.under(at_temperatures)),
-    version=4,
+    version=5,
 )
 DISTILL = Stage(
     name="distill",

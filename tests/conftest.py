@@ -146,12 +146,11 @@ def _seed() -> None:
 
 
 @pytest.fixture(scope="module")
-def short_bursts() -> Iterator[None]:
-    """Calibrate in a few rounds, where nobody looks at what they cost."""
+def one_pass() -> Iterator[None]:
+    """Calibrate on an answer of each kind, where nobody looks at what rounds cost."""
     patch = pytest.MonkeyPatch()
-    patch.setattr("draftkit.evaluation.costs.BURST", 3)
-    patch.setattr("draftkit.evaluation.costs.SETTLING", 1)
-    patch.setattr("draftkit.evaluation.judge.CHOOSING_TURNS", 1)
+    patch.setattr("draftkit.evaluation.costs.PASSES", 1)
+    patch.setattr("draftkit.evaluation.costs.ROUNDS", 1)
     yield
     patch.undo()
 

@@ -37,7 +37,6 @@ def composed(*words: str) -> Config:
 def smoke(root: Path, *overrides: str) -> Config:
     """The smallest experiment, in `root`, nothing compiled, for a target that is smaller too."""
     given = ["+experiment=smoke", f"root={root}", "tracker=none", "decode.compile=false"]
-    given += ["evaluate.calibration_turns=2"]  # nobody looks at what rounds cost
     if not any(one.startswith("target.path=") for one in overrides):
         text = [one for one in overrides if one.startswith(("data", "hardware."))]
         given += ["target=local", f"target.path={trained_target(*text)}"]

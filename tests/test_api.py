@@ -351,9 +351,9 @@ def test_a_head_is_judged_and_distilled_and_names_its_target(tmp_path):
 @pytest.mark.parametrize("verification", ["speculative", "typical"])
 def test_a_tree_is_judged_whole_and_typical_acceptance_never_deploys(pair, verification):
     decode = DecodeConfig(tree=6, gamma=3, compile="false", verification=verification)
-    few, lines = replace(FEW, calibration_turns=2), []
+    lines = []
     judged = draftkit.evaluate(
-        pair, texts(8), timed=True, decode=decode, evaluate=few, note=lines.append
+        pair, texts(8), timed=True, decode=decode, evaluate=FEW, note=lines.append
     )
     summary = judged.summary
     (said,) = [line for line in lines if line.startswith("given proposes a tree of 6 nodes")]

@@ -28,7 +28,7 @@ from tests.smoke import smoke, splits_of
 from tests.templates import chat, headers, thinking
 from tests.test_serve import address_of
 
-pytestmark = pytest.mark.usefixtures("short_bursts")
+pytestmark = pytest.mark.usefixtures("one_pass")
 
 CONTEXT = 512
 KINDS: dict[str, tuple[str, Callable[[], Fast], dict[str, Any]]] = {

@@ -32,7 +32,7 @@ from pipelines.weights import gigabytes
 from tests.templates import CHAT, byte_bpe
 from tests.test_prepare import smoke
 
-pytestmark = pytest.mark.usefixtures("short_bursts")
+pytestmark = pytest.mark.usefixtures("one_pass")
 
 ANSWER = Record(
     prompt_ids=[1], output_ids=[2, 3], sampler="", sampler_version="", sampling={}, seed=0, row=0
@@ -212,7 +212,7 @@ def test_answers_are_projected_at_the_pace_behind_the_first_part(tmp_path: Path)
     assert dry.projected(step, few, 60.0) == (60 + 48 * 3 / 4, "16 of 64 texts")
 
 
-def test_judging_is_projected_by_its_prompts_and_the_first_look_of_timing(root: Path) -> None:
+def test_judging_is_projected_by_its_prompts_and_those_that_are_timed(root: Path) -> None:
     options = ["evaluate.batch_size=1", "evaluate.timing_prompts=192", "evaluate.prompts=8"]
     step, few = shortened(plan(EVALUATE, smoke(root, *options)))
     few.folder.mkdir(parents=True)
@@ -221,8 +221,8 @@ def test_judging_is_projected_by_its_prompts_and_the_first_look_of_timing(root: 
     counts = read_splits(step.inputs["texts"].path).counts
     prompts = min(8, counts["test"])
     assert prompts > 3
-    seconds = 30 * prompts / 3 + 16 * (24 / 3 - 1)
-    told = f"3 of {prompts} prompts, 3 of 24 timed batches"
+    seconds = 30 * prompts / 3 + 16 * (prompts / 3 - 1)
+    told = f"3 of {prompts} prompts, 3 of {prompts} timed batches"
     assert dry.projected(step, few, 30.0) == (pytest.approx(seconds), told)
 
 

@@ -25,7 +25,7 @@ from pipelines.plan import DISTILL, TRAIN
 from pipelines.stage import ensure
 from tests.smoke import TEXT, numbers, paths_of, smoke
 
-pytestmark = pytest.mark.usefixtures("short_bursts")
+pytestmark = pytest.mark.usefixtures("one_pass")
 GOLDEN: dict[str, Any] = read_json(Path(__file__).with_name("golden.json"))
 STEPS, ANSWERS = 20, 16
 PARD = ("draft.kind=pard", "draft.pard.tokens=4", "name=pard")

@@ -40,7 +40,7 @@ from tests.smoke import numbers, same_weights, smoke
 from tests.test_pipelines import kill_when
 from tests.trained import trained_target
 
-pytestmark = pytest.mark.usefixtures("short_bursts")
+pytestmark = pytest.mark.usefixtures("one_pass")
 EAGLE3 = "draft.kind=eagle3"
 KINDS = {
     "eagle3": (EAGLE3, "draft.head.steps=3"),

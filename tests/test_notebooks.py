@@ -42,7 +42,7 @@ def test_a_notebook_is_stored_as_it_ran(name: str) -> None:
 
 @pytest.mark.parametrize("name", RUN)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:FigureCanvasAgg")
-@pytest.mark.usefixtures("short_bursts")
+@pytest.mark.usefixtures("one_pass")
 def test_a_notebook_runs_and_shows_what_it_promises(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

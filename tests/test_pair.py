@@ -17,7 +17,7 @@ from pipelines.stage import ensure
 from tests.smoke import TEXT, same_weights, smoke
 from tests.trained import SHAPE, train_byte_bpe
 
-pytestmark = pytest.mark.usefixtures("short_bursts")
+pytestmark = pytest.mark.usefixtures("one_pass")
 
 
 @pytest.fixture(scope="module")

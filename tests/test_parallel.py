@@ -11,7 +11,7 @@ from pipelines.stage import ensure
 from tests.smoke import numbers, same_weights, smoke
 from tests.test_pipelines import kill_when
 
-pytestmark = pytest.mark.usefixtures("short_bursts")
+pytestmark = pytest.mark.usefixtures("one_pass")
 PARD = ("draft.kind=pard", "draft.pard.tokens=4")
 
 

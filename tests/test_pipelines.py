@@ -27,7 +27,7 @@ from pipelines.product import Stage, plan
 from pipelines.stage import ensure
 from tests.smoke import numbers, paths_of, same_weights, smoke
 
-pytestmark = pytest.mark.usefixtures("short_bursts")
+pytestmark = pytest.mark.usefixtures("one_pass")
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def test_every_way_is_timed_at_its_own_number_and_every_chunk_of_it_is_kept(fini
 
 @pytest.mark.usefixtures("finished")
 def test_proposals_that_are_counted_are_judged_by_the_training_texts(root):
-    options = ["name=ngram", "evaluate.draft=given", "evaluate.calibration_turns=1"]
+    options = ["name=ngram", "evaluate.draft=given"]
     summary = launch(EVALUATE, smoke(root, "decode.proposer=ngram", *options))
     assert summary["proposer"] == "ngram"
     assert summary["lossless"]["passed"] is True
@@ -292,7 +292,7 @@ def test_several_temperatures_are_evaluated_in_one_go_at_a_given_number_of_propo
     finished, root
 ):
     given = ["evaluate.draft=given", f"draft.path={finished / 'distill' / 'draft'}"]
-    given += ["evaluate.temperatures=[0,0.7]", "decode.gamma=3", "evaluate.calibration_turns=1"]
+    given += ["evaluate.temperatures=[0,0.7]", "decode.gamma=3"]
     summary = launch(EVALUATE, smoke(root, "name=temperatures", *given))
     assert list(summary["by_temperature"]) == ["0", "0.7"]
     assert summary["temperature"] == 0

@@ -35,7 +35,7 @@ def smoke(root: Path, *overrides: str) -> Config:
     small = ["data=local", f"data.path={path}", "data.prompt_tokens=4"]
     small += ["target=local", f"target.path={trained_target(*small, vocab_size=VOCAB)}"]
     given = ["+experiment=smoke", f"root={root / 'outputs'}", "tracker=none"]
-    small += ["draft.pretrain.max_steps=2", "evaluate.calibration_turns=2"]
+    small += ["draft.pretrain.max_steps=2"]
     return composed(*given, *small, *overrides)
 
 

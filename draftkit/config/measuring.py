@@ -94,13 +94,11 @@ class EvaluateConfig(Section, key="evaluate"):
     batch_size: int = positive(32)
     # Of the selection in `distill`; the first of them calibrate.
     validation_prompts: int = positive(48)
-    # A verdict needs 20 documents of them, or 20 batches where rows are decoded together. At most:
-    # behind 24, 48, ... it is enough where the interval of the best speed-up is within 5 %, and
-    # timing ends after so many minutes for each temperature.
+    # A verdict needs 20 documents of them, or 20 batches where rows are decoded together. Timing
+    # ends sooner after so many minutes for each temperature.
     timing_prompts: int = positive(192)
     timing_minutes: float = positive(10.0)
     timing_batch_size: int = positive(1)
-    calibration_turns: int = positive(12)  # bursts of rounds by which c, v and o are measured
     # The identity check: in float32, which is the sharper; in the dtype that is served, which takes
     # no memory beyond; auto: float32 where it fits.
     lossless: str = setting("auto", names=("auto", "float32", "served", "off"))

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,12 +62,12 @@ class Decoder:
     batches of `batch_sizes` (default: a few) or of all slots: each size is code of its own. `late`
     lets `round` return what the round before it did, so that the device never waits for the host
     (default: on CUDA). `top_k` is how many of the target's likeliest ids results name, `epsilon`
-    that of `verification=typical`, which is lossy. Set between rounds: `gamma_policy`, and a
-    `clock` that fills `RoundResult.seconds`, since differences of what it returns are seconds.
+    that of `verification=typical`, which is lossy. Set between rounds: `late`, `gamma_policy`, and
+    a `clock` of seconds that fills `RoundResult.seconds` where results are not late.
     """
 
     gamma_policy: AdaptiveGamma | None = None
-    clock: Callable[[], Any] | None = None
+    clock: Callable[[], float] | None = None
 
     def __init__(
         self,
@@ -275,7 +274,7 @@ class Decoder:
             slot.rounds += 1
         return Launched(group, held, version, ticks, *to_host(outcome))
 
-    def _tick(self) -> Any:
+    def _tick(self) -> float:
         return self.clock() if self.clock is not None else 0.0
 
     def _unread(self) -> int:
@@ -361,8 +360,7 @@ class Decoder:
                 self._running = None
         if self.gamma_policy is not None and (result.gamma > 0 or launched.group.adapts):
             self.gamma_policy.observe(gamma=result.gamma, accepted=result.full_tests)
-        # While a round waits to be read late, the next one runs: that is no time of its own.
-        ticks = [*launched.ticks, launched.ticks[-1] if self.late else self._tick()]
+        ticks = [*launched.ticks, self._tick()]
         return replace(result, seconds=RoundSeconds(*(b - a for a, b in pairwise(ticks))))
 
 

@@ -1,197 +1,143 @@
 """What a round costs by part: c, v and o of the speed-up formula, for evaluation and server.
 
-Kinds of rounds take turns, in bursts, and each is compared with the plain steps of its turn: what
-disturbs a machine for a while disturbs all. For an evaluation the bursts stand between the timed
-chunks, on other prompts, so that the theory predicts from these costs and never from the
-generations that it predicts. A server measures on the decoder that will serve, before the first
-job, which also makes the code and the buffers that the first jobs need.
+In every pass each kind of rounds answers whole batches as timed generations do, by the same code,
+and is compared with the plain steps of that pass: what disturbs a machine for a while disturbs all.
+An evaluation calibrates on other prompts than it times, so that the theory predicts from these
+costs and never from the generations that it predicts. A server measures on the decoder that will
+serve, before the first job, which also makes the code and the buffers that the first jobs need.
 """
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.gamma import AdaptiveGamma
-from draftkit.decoding.generation import DRAFT_ID, Completion, record
 from draftkit.decoding.proposers import Proposer
 from draftkit.decoding.results import RoundSeconds
-from draftkit.evaluation import walltime
 from draftkit.evaluation.walltime import (
     PromptIds,
     Setting,
-    device_clock,
-    join,
+    Timed,
+    answered,
     make_decoder,
     rotated,
     synchronised_clock,
 )
 from draftkit.models.adapter import Adapter
-from draftkit.theory.speedup import Costs
+from draftkit.theory.speedup import Costs, speedup_from_length
 
-WARM_TURNS = 1
-CALIBRATION_TURNS = 12
-BURST = 16  # rounds of a kind in a row
-# Rounds of a burst that do not count, until the caches of the processor hold what that kind reads:
-# a plain step after other work takes 1.5 times one in a long answer, the fourth still 1.17 times.
-SETTLING = 8
-SERVER_TURNS, SERVER_BURST, SERVER_SETTLING = 3, 4, 1  # few: they delay the start of a server
+PASSES = 3
+ROUNDS = 32  # of a kind in a pass, at least: the first ones are slow
+SERVER_ROUNDS = 4  # few: they delay the start of a server
 SERVER_PROMPT_TOKENS = 8
 
 
-class Flow:
-    """Full batches that are decoded on and on, one timed round at a time, by an idle `decoder`.
-
-    As soon as a row ends, all make room for the next batch. Whatever compiled code depends on is
-    as in the generations that are timed, so that they share it. So is who waits for whom: `late`
-    (as on CUDA) a round lasts from one result to the next, and the device times its parts.
-    With `proposer_id` the decoder is a server's, which others share: rows leave after every burst.
-    """
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        prompts: PromptIds,
-        setting: Setting,
-        gamma: int,
-        *,
-        proposer_id: str | None = None,
-        late: bool | None = None,
-    ) -> None:
-        tree = decoder.tree(proposer_id or DRAFT_ID) if gamma else None
-        scratch = max(gamma, tree.nodes) if tree else gamma
-        room = setting.capacity - max(map(len, prompts)) - 2 * (scratch + 1)
-        self.setting = replace(setting, max_new_tokens=min(setting.max_new_tokens, room))
-        device = decoder.target.device
-        self.clock = synchronised_clock(device)
-        self.decoder = decoder
-        on_cuda = device.type == "cuda"
-        decoder.late = on_cuda and proposer_id is None if late is None else late
-        decoder.clock = device_clock(device) if decoder.late and on_cuda else self.clock
-        self.prompts = prompts
-        self.gamma = gamma
-        self._changes = {} if proposer_id is None else {"proposer_id": proposer_id}
-        self._joined = 0
-        self._running: dict[int, Completion] = {}
-        self._last: float | None = None  # when a round began or, late, the one before came back
-
-    def burst(self, rounds: int, settling: int) -> RoundSeconds:
-        """Means over `rounds` in a row, as they follow each other, without the first `settling`."""
-        seconds = [self.round() for _ in range(rounds)][settling:]
-        if self._changes:
-            self.leave()
-        return RoundSeconds(*map(statistics.fmean, zip(*seconds, strict=True)))
-
-    def round(self) -> RoundSeconds:
-        """Seconds of one round; `rest` is all that is neither proposing nor verifying."""
-        while True:
-            if not self._running:
-                self._join()
-            if not self.decoder.late:
-                self._last = self.clock()
-            started, results = self._last, self.decoder.round()
-            for result in results:
-                record(self._running, result)
-            self._last = walltime.now() if self.decoder.late else self.clock()
-            if results and started is not None:
-                break
-        whole = self._last - started
-        if any(results[0].done):
-            self.leave()
-        propose, verify, _ = results[0].seconds
-        return RoundSeconds(propose, verify, whole - propose - verify)
-
-    def leave(self) -> None:
-        """Give the decoder its slots back."""
-        self.decoder.leave([*self._running])
-        self._running, self._last = {}, None
-
-    def _join(self) -> None:
-        first, self._joined = self._joined, self._joined + self.setting.batch_size
-        prompts = [self.prompts[row % len(self.prompts)] for row in range(first, self._joined)]
-        batch = (self.decoder, prompts, self.setting)
-        self._running = join(*batch, gamma=self.gamma, first=first, **self._changes)
-
-
-class Meter:
-    """Measures c, v and o of rounds of `gamma` proposals, and c and v of rounds of others.
-
-    All are ratios to the plain steps, those of gamma 0, of the same turn; medians over turns.
-    """
-
-    def __init__(self, flows: Mapping[int, Flow], gamma: int) -> None:
-        self._flows = flows
-        self._gamma = gamma
-        self._turns: dict[int, list[RoundSeconds]] = {kind: [] for kind in flows}
-        self._taken = 0
-
-    def turn(self, count: int = 1) -> None:
-        """Measure a burst of every kind, `count` times; the very first ones only warm up."""
-        if self._taken == 0:
-            self.take(WARM_TURNS, BURST, SETTLING)
-            for seconds in self._turns.values():
-                seconds.clear()
-        self.take(count, BURST, SETTLING)
-
-    def take(self, count: int, rounds: int, settling: int) -> None:
-        """Measure `count` turns of bursts of so many rounds."""
-        for turn in range(self._taken, self._taken + count):
-            for kind in rotated(list(self._flows), turn):
-                self._turns[kind].append(self._flows[kind].burst(rounds, settling))
-        self._taken += count
-
-    def costs(self, gamma: int | None = None) -> Costs:
-        """The medians of what has been measured so far, at least one turn; c and v at `gamma`."""
-        propose, verify = (
-            {kind: self._ratio(kind, part) for kind in self._flows}
-            for part in ("propose", "verify")
-        )
-        medians = Costs(
-            plain_seconds=statistics.median(map(sum, self._turns[0])),
-            cost_ratio=propose[self._gamma] / self._gamma,
-            verify_ratio=verify[self._gamma],
-            overhead_ratio=self._ratio(self._gamma, "rest"),
-            verify_ratios=verify,
-            draft_units={kind: unit for kind, unit in propose.items() if kind > 0},
-        )
-        return medians if gamma is None else medians.at(gamma)
-
-    def _ratio(self, kind: int, part: str) -> float:
-        turns = zip(self._turns[kind], self._turns[0], strict=True)
-        return statistics.median(getattr(seconds, part) / sum(step) for seconds, step in turns)
-
-
-def meter(
+def calibrate(
     target: Adapter,
     make: Callable[[], Proposer],
     prompts: PromptIds,
     setting: Setting,
     *,
     gammas: Sequence[int] = (),
-) -> Meter:
-    """A meter of the proposer that `make` makes, on `prompts` that must not be the timed ones.
+) -> Costs:
+    """Costs of the proposer that `make` makes, on `prompts` that must not be the timed ones.
 
     c and v are measured at `setting.gamma` and at the other `gammas`, which `setting.capacity` must
     hold too.
     """
     gamma = max(setting.gamma, 1)
+    # A decoder each, as where they are timed: which code is fast depends on what else runs there.
+    decoders = {
+        kind: make_decoder(target, make() if kind else None, setting)
+        for kind in dict.fromkeys((0, gamma, *gammas))
+    }
 
-    def flow(gamma: int) -> Flow:
-        decoder = make_decoder(target, make() if gamma else None, setting)
-        return Flow(decoder, prompts, setting, gamma)
+    def measure(kind: int, number: int) -> RoundSeconds:
+        decoder, first = decoders[kind], number * setting.batch_size
+        return round_seconds(decoder, prompts, setting, gamma=kind, first=first, least=ROUNDS)
 
-    return Meter({one: flow(one) for one in dict.fromkeys((0, gamma, *gammas))}, gamma)
+    return costs_by(measure, gamma, [*decoders])
 
 
-def between(meters: Sequence[Meter], turns: int = CALIBRATION_TURNS) -> Callable[[int, int], None]:
-    """What stands before a chunk of so many: `turns` of each meter in all, evenly spread."""
+def costs_by(
+    measure: Callable[[int, int], RoundSeconds], gamma: int, kinds: Sequence[int]
+) -> Costs:
+    """c, v and o of rounds of `gamma` proposals, and c and v of all `kinds`, by their proposals.
 
-    def before(chunk: int, chunks: int) -> None:
-        first, end = (-(-number * turns // chunks) for number in (chunk, chunk + 1))
-        for one in meters:
-            one.turn(end - first)
+    Ratios to the plain steps, those without any, of the same pass, as medians over passes. measure:
+    the rounds of a kind in the pass of a number.
+    """
+    passes = [
+        {kind: measure(kind, number) for kind in rotated([*kinds], number)}
+        for number in range(PASSES)
+    ]
 
-    return before
+    def ratio(kind: int, part: str) -> float:
+        return statistics.median(getattr(one[kind], part) / sum(one[0]) for one in passes)
+
+    propose, verify = (
+        {kind: ratio(kind, part) for kind in kinds} for part in ("propose", "verify")
+    )
+    return Costs(
+        plain_seconds=statistics.median(sum(one[0]) for one in passes),
+        cost_ratio=propose[gamma] / gamma,
+        verify_ratio=verify[gamma],
+        overhead_ratio=ratio(gamma, "rest"),
+        verify_ratios=verify,
+        draft_units={kind: unit for kind, unit in propose.items() if kind > 0},
+    )
+
+
+def round_seconds(
+    decoder: Decoder,
+    prompts: PromptIds,
+    setting: Setting,
+    *,
+    gamma: int,
+    first: int = 0,
+    least: int = 1,
+    **options: Any,
+) -> RoundSeconds:
+    """Means over the rounds in which an idle `decoder` answers `prompts`, from number `first` on.
+
+    Batch after batch, until there are `least` rounds of them. rest: all that is neither proposing
+    nor verifying. options: of `answered`.
+    """
+
+    def spent() -> tuple[float, list[RoundSeconds]]:
+        """Seconds a round, and the parts of each."""
+        seconds, parts, row = 0.0, list[RoundSeconds](), first
+        while len(parts) < least:
+            batch = [prompts[(row + i) % len(prompts)] for i in range(setting.batch_size)]
+            chunk, more = answered(decoder, batch, setting, gamma=gamma, first=row, **options)
+            seconds, parts, row = seconds + chunk.seconds, parts + more, row + setting.batch_size
+        return seconds / len(parts), parts
+
+    late = decoder.late
+    decoder.late, decoder.clock = False, synchronised_clock(decoder.target.device)
+    try:
+        whole, parts = spent()
+    finally:
+        decoder.late, decoder.clock = late, None
+    propose, verify, _ = map(statistics.fmean, zip(*parts, strict=True))
+    one_by_one = RoundSeconds(propose, verify, whole - propose - verify)
+    if not late:
+        return one_by_one
+    # Where results come late the host works while the device does: a round is shorter than its
+    # parts one by one, and what each adds to it is taken to shrink alike.
+    shorter = spent()[0] / whole
+    return RoundSeconds(*(shorter * part for part in one_by_one))
+
+
+def predicted_speedup(timed: Timed, plain: Timed, costs: Costs) -> float:
+    """tau / (gamma c + v + o): what the rounds of one way gain over plain ones.
+
+    Of rows that are decoded together, tau is what a round of all of them yields, over what a plain
+    one does; and calibration, whose batches shrink as the timed ones do, knows what it costs.
+    """
+    length = timed.tokens_a_round / plain.tokens_a_round
+    return speedup_from_length(length, timed.gamma, **costs.ratios)
 
 
 def measured_policy(decoder: Decoder, proposer_id: str, gamma: int) -> AdaptiveGamma:
@@ -215,23 +161,17 @@ def decoder_costs(decoder: Decoder, proposer_id: str, size: int, gammas: Sequenc
     prompt = [token % decoder.target.vocab_size for token in range(length)]
     if (start := decoder.target.start_id) is not None:  # of what an encoder reads
         prompt = [*(token for token in prompt[1:] if token != start), start]
+    room = decoder.capacity - length - 2 * (scratch + 1)
     setting = Setting(
-        max_new_tokens=SERVER_BURST * (most + 1),
+        max_new_tokens=min(SERVER_ROUNDS * (most + 1), room),  # no row ends before
         gamma=most,
-        verification=decoder.verification,
-        epsilon=decoder.epsilon,
         batch_size=size,
         capacity=decoder.capacity,
     )
-    kept = decoder.late, decoder.clock
-    flows = {
-        gamma: Flow(decoder, [prompt], setting, gamma, proposer_id=proposer_id) for gamma in gammas
-    }
-    try:
-        measuring = Meter(flows, most)
-        measuring.take(SERVER_TURNS, SERVER_BURST, SERVER_SETTLING)
-        return measuring.costs()
-    finally:
-        for one in flows.values():
-            one.leave()
-        decoder.late, decoder.clock = kept
+
+    def measure(gamma: int, _: int) -> RoundSeconds:
+        return round_seconds(
+            decoder, [prompt], setting, gamma=gamma, most=SERVER_ROUNDS, proposer_id=proposer_id
+        )
+
+    return costs_by(measure, most, gammas)

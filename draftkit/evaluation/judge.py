@@ -8,7 +8,6 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from math import ceil
 
 import torch
 
@@ -21,7 +20,7 @@ from draftkit.decoding.proposers import Proposer
 from draftkit.decoding.trees import Tree, chosen_tree
 from draftkit.evaluation.alpha import PromptTotals, is_chained, rank_rates, score_drafts
 from draftkit.evaluation.choice import HYBRID, LOOKUP, chosen_numbers
-from draftkit.evaluation.costs import Meter, between, meter
+from draftkit.evaluation.costs import calibrate
 from draftkit.evaluation.lossless import (
     LOSSY,
     NOT_CHECKED,
@@ -31,23 +30,22 @@ from draftkit.evaluation.lossless import (
 )
 from draftkit.evaluation.walltime import (
     CALIBRATED_GAMMAS,
-    FIRST_LOOK,
     MOST_GAMMA,
+    PLAIN,
     PromptIds,
     Setting,
     Timed,
+    decoding,
     row_capacity,
-    time_methods,
-    until_certain,
+    time_ways,
 )
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import Target, load_draft, model_config
 from draftkit.models.memory import free_bytes, in_float32, weight_count
-from draftkit.theory.speedup import Costs, speedup_from_length
+from draftkit.theory.speedup import Costs
 
 PREDICTION_TOLERANCE = 0.1
 LOSSLESS_PROMPTS = 32
-CHOOSING_TURNS = 3  # of calibration, by which numbers of proposals are chosen
 RESERVE = 1.25  # for caches and logits beside the weights
 
 
@@ -135,33 +133,28 @@ def gather(
         }
     ways = ways_of(adapter, drafts, prompts, config, trees)
     judged = {name: make for name, make in ways.items() if name in drafts}
-    meters = meters_of(adapter, judged, prompts.calibration, setting)
-    different = [*dict.fromkeys(meters.values())]
+    note("calibrating: what rounds cost, on other prompts")
+    costs = costs_of(adapter, judged, prompts.calibration, setting)
     gammas = dict.fromkeys(ways, setting.gamma)
     gammas |= {name: tree.depth for name, tree in trees.items()}
     if config.decode.gamma == "auto" and not trees:
-        note("choosing the number of proposals")
-        for one in different:
-            one.turn(CHOOSING_TURNS)
-        measured = {name: one.costs() for name, one in meters.items()}
-        gammas = chosen_numbers(ways, measured, score(others), others, config)
+        gammas = chosen_numbers(ways, costs, score(others), others, config)
     note(", ".join(f"{name} {gamma}" for name, gamma in gammas.items()) + " proposals a round")
     for name, tree in trees.items():
         note(f"{name} proposes a tree of {tree.nodes} nodes, {tree.depth} deep")
     note_untaught(drafts, gammas, note)
-    note(f"wall time on up to {len(rows)} prompts, {options.timing_minutes:g} minutes at most")
-    looks = ceil(min(FIRST_LOOK, len(rows)) / setting.batch_size)
-    calibrate = between(different, options.calibration_turns)
-    timed = time_methods(
-        adapter,
-        {name: make() for name, make in ways.items()},  # each decoder has its own cache
+    note(f"wall time on {len(rows)} prompts, {options.timing_minutes:g} minutes at most")
+    timed_ways = {PLAIN: decoding(adapter, None, setting)}
+    for name, make in ways.items():  # each decoder has its own cache
+        timed_ways[name] = decoding(adapter, make(), replace(setting, gamma=gammas[name]))
+    timed = time_ways(
+        timed_ways,
         timed_prompts,
         prompts.calibration,
-        setting,
-        gammas=gammas,
-        before=lambda chunk, _: calibrate(chunk, looks) if chunk < looks else None,
-        enough=until_certain(60 * options.timing_minutes, note),
+        batch_size=setting.batch_size,
         documents=[prompts.documents[row] for row in rows] if prompts.documents else [],
+        minutes=options.timing_minutes,
+        note=note,
     )
     compiling += compile_seconds()
     if setting.compiled:
@@ -173,7 +166,7 @@ def gather(
     return Measured(
         scored,
         {LOOKUP: timed[last]} | timed | {name: timed[key] for name, key in same.items()},
-        {name: meters[key].costs(gammas[key]) for name, key in same.items()},
+        {name: costs[key].at(gammas[key]) for name, key in same.items()},
         {**lossless, **{name: lossless[key] for name, key in same.items()}},
         compiling,
     )
@@ -221,28 +214,22 @@ def ways_of(
     return ways
 
 
-def meters_of(
+def costs_of(
     target: Adapter,
     ways: Mapping[str, Callable[[], Proposer]],
     prompts: PromptIds,
     setting: Setting,
-) -> dict[str, Meter]:
-    """A meter of each of `ways`: one for all of one signature, which differ in weights alone."""
+) -> dict[str, Costs]:
+    """Costs of each of `ways`: the same for all of one signature, which differ in weights alone."""
     kinds = {make().signature: make for make in ways.values()}
 
-    def measuring(make: Callable[[], Proposer]) -> Meter:
+    def measured(make: Callable[[], Proposer]) -> Costs:
         if (tree := make().tree) is not None:  # which is proposed whole
-            return meter(target, make, prompts, replace(setting, gamma=tree.depth))
-        return meter(target, make, prompts, setting, gammas=CALIBRATED_GAMMAS)
+            return calibrate(target, make, prompts, replace(setting, gamma=tree.depth))
+        return calibrate(target, make, prompts, setting, gammas=CALIBRATED_GAMMAS)
 
-    meters = {kind: measuring(make) for kind, make in kinds.items()}
-    return {name: meters[make().signature] for name, make in ways.items()}
-
-
-def prediction_error(timed: Timed, plain: Timed, costs: Costs) -> float:
-    """By how much the speed-up of full batches exceeds tau / (gamma c + v + o), relative."""
-    predicted = speedup_from_length(timed.full_length, timed.gamma, **costs.ratios)
-    return timed.full_batches.mean / plain.full_batches.mean / predicted - 1
+    costs = {kind: measured(make) for kind, make in kinds.items()}
+    return {name: costs[make().signature] for name, make in ways.items()}
 
 
 def timed_rows(prompts: Prompts, options: EvaluateConfig) -> list[int]:

@@ -11,6 +11,7 @@ from draftkit.decoding.catalogue import served_mode
 from draftkit.evaluation.alpha import PromptTotals, estimates
 from draftkit.evaluation.breakdown import breakdown
 from draftkit.evaluation.choice import HYBRID, LOOKUP, factors_of, taus_of
+from draftkit.evaluation.costs import predicted_speedup
 from draftkit.evaluation.engines import engine_rows
 from draftkit.evaluation.intervals import (
     LEAST_UNITS,
@@ -22,7 +23,7 @@ from draftkit.evaluation.intervals import (
     proportion,
     speedup,
 )
-from draftkit.evaluation.judge import Measured, prediction_error
+from draftkit.evaluation.judge import Measured
 from draftkit.evaluation.lossless import Losslessness
 from draftkit.evaluation.walltime import PLAIN, Timed
 from draftkit.theory.acceptance import (
@@ -31,11 +32,9 @@ from draftkit.theory.acceptance import (
     mean_by_position,
     unconditional_rates,
 )
-from draftkit.theory.speedup import break_even_alpha, ceiling, largest, speedup_from_length
+from draftkit.theory.speedup import break_even_alpha, ceiling, largest
 
-# How often one of the ways beside the judged one is named though none gains, by one look at the
-# timing; by all its looks 0.5 %.
-CHOICE = 0.002
+CHOICE = 0.002  # how often one of the ways beside the judged one is named though none gains
 UNCHECKED = "; whether it is lossless was not checked"
 DEPLOY, DO_NOT_DEPLOY, INCONCLUSIVE = "deploy", "do_not_deploy", "inconclusive"
 
@@ -83,7 +82,7 @@ def summarise(
     costs, lossless, gamma = measured.costs[draft], measured.lossless[draft], timed.gamma
     acceptance, counted = estimates(scored), count_rounds(timed)
     rounds, answers = speedups(timed, plain)
-    predicted = speedup_from_length(timed.full_length, gamma, **costs.ratios)
+    predicted = predicted_speedup(timed, plain, costs)
     limit, break_even = ceiling(gamma, **costs.ratios), break_even_alpha(gamma, **costs.ratios)
     decision, reason = verdict(
         speedup=answers,
@@ -120,7 +119,7 @@ def summarise(
         "speedup": {
             **stated(timed, plain),
             "predicted": predicted,
-            "prediction_error": prediction_error(timed, plain, costs),
+            "prediction_error": rounds.mean / predicted - 1,
             "ceiling": limit,
             "predicted_by_gamma": gained,
         },
@@ -194,7 +193,7 @@ def way(
 
 def speedups(timed: Timed, plain: Timed, chosen_of: int = 1) -> tuple[Estimate, Estimate]:
     """Of the rounds, and from request to last token: tokens per second, paired."""
-    answers = speedup(timed.answers, plain.answers, tail=timed.tail / chosen_of)
+    answers = speedup(timed.answers, plain.answers, tail=0.025 / chosen_of)
     return speedup(timed.rounds, plain.rounds), answers
 
 
@@ -202,7 +201,7 @@ def speedups_over(timed: Mapping[str, Timed], main: str) -> dict[str, Any]:
     """How much faster answers come by `main` than by the draft before it, and by prompt lookup."""
     own = timed[main]
     return {
-        name: speedup(own.answers, timed[name].answers, tail=own.tail).as_dict()
+        name: speedup(own.answers, timed[name].answers).as_dict()
         for name in ("before", LOOKUP)
         if name in timed and timed[name] is not own
     }
@@ -311,11 +310,10 @@ def verdict(
 ) -> tuple[str, str]:
     """Deploy or not, and why: the speed-up's interval against 1, exactness first.
 
-    That the interval lies above 1 is a one-sided t test on the log speed-up (`Timed.tail`), which
-    by all looks at the timing is one at 2.5 %. speedup: end to end, prefill and waiting included.
-    rounds: without the prefill, of which alone `ceiling` and `break_even_alpha` speak. With fewer
-    than `LEAST_UNITS` documents, or batches of `batch_size`, there is no interval, and nothing is
-    decided.
+    That the interval lies above 1 is a one-sided t test on the log speed-up at 2.5 %. speedup: end
+    to end, prefill and waiting included. rounds: without the prefill, of which alone `ceiling` and
+    `break_even_alpha` speak. With fewer than `LEAST_UNITS` documents, or batches of `batch_size`,
+    there is no interval, and nothing is decided.
     """
     interval = f"end-to-end speedup {speedup.mean:.2f} [{speedup.low:.2f}, {speedup.high:.2f}]"
     if lossless.passed is False:

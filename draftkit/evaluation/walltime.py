@@ -1,9 +1,10 @@
 """Wall time: what speculation buys, measured beside its baseline.
 
-The same prompts are decoded by every method, in turns, in one process, after a warm-up. Tokens
-are counted the same way (cut at the end of text and at the length limit), and the prefill is kept
-apart from the rounds. Compiling takes no time here: the clock stands still, and
-`graphs.compile_seconds` tells for how long. What a round consists of: `costs`.
+The same prompts are answered by every way, in turns, in one process, after a warm-up. A way is ours
+or other people's code; the timer knows it by a name. Tokens are counted the same way (cut at the
+end of text and at the length limit), and the prefill is kept apart from the rounds. Compiling takes
+no time here: the clock stands still, and `graphs.compile_seconds` tells for how long. What a round
+consists of: `costs`.
 """
 
 import math
@@ -19,18 +20,13 @@ from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.generation import DRAFT_ID, Completion, make_requests, record
 from draftkit.decoding.graphs import batch_size, compile_seconds
 from draftkit.decoding.proposers import Proposer
-from draftkit.evaluation.intervals import speedup
+from draftkit.decoding.results import RoundSeconds
 from draftkit.models.adapter import Adapter
 from draftkit.theory.acceptance import Rate
 
 PLAIN = "plain"
 CALIBRATED_GAMMAS = (1, 4, 8, 12)  # at which `costs` are measured beside the one in use
 MOST_GAMMA = CALIBRATED_GAMMAS[-1]
-FIRST_LOOK = 24  # prompts, behind which timing looks whether it has enough; then at twice as many
-HALF_WIDTH = 0.05  # of the interval of the best speed-up, relative: enough
-# Outside of that interval on either side, of one look. Who stops where an interval happens to be
-# narrow stops where errors are estimated too small: with all looks it holds the truth in 95 of 100.
-LOOK_TAIL, ONLY_TAIL = 0.016, 0.025  # the other where fewer prompts are timed, at no look
 
 PromptIds = Sequence[Sequence[int]]
 T = TypeVar("T")
@@ -53,37 +49,32 @@ class Setting:
     captured: bool = False  # eager code, on CUDA
 
 
-class FullBatch(NamedTuple):
-    """The rounds of a chunk up to the one in which its first row ends: all rows take part in them.
-
-    Of such rounds the speed-up formula speaks. Behind them rows wait for the slowest.
-    """
-
-    seconds: float
-    tokens: int  # of the answers
-    row_rounds: int  # rounds times rows
-    emitted: int  # tokens that the target passes yielded, the length limit not applied
-
-
 class Chunk(NamedTuple):
     """What it took to answer a batch of prompts, and the answers."""
 
     prefill_seconds: float
     seconds: float  # after the prefill
     completions: list[Completion]
-    full: FullBatch | None = None  # where rounds can be told apart
 
     @property
     def tokens(self) -> int:
         return sum(len(completion.output_ids) for completion in self.completions)
 
 
-Method = Callable[[PromptIds, int], Chunk]  # prompts, and the number of the first of them
+class Way(NamedTuple):
+    """One of the ways that are timed.
+
+    gamma: proposals a round. sizes: rows of the batches that warm it up.
+    """
+
+    answer: Callable[[PromptIds, int], Chunk]  # prompts, and the number of the first of them
+    gamma: int = 0
+    sizes: Sequence[int] = (1,)
 
 
 @dataclass(frozen=True)
 class Timed:
-    """All chunks of prompts by one method. Its rates are tokens per second, by chunk.
+    """All chunks of prompts by one way. Its rates are tokens per second, by chunk.
 
     documents: what each prompt belongs to, those that were not timed included; empty where each is
     a document of its own. What is one observation of time is a document where rows are decoded
@@ -107,11 +98,6 @@ class Timed:
         return Rate.of(pairs, self.documents[: len(self.completions)])
 
     @property
-    def tail(self) -> float:
-        """What the interval of the speed-up leaves out on either side."""
-        return ONLY_TAIL if len(self.completions) < FIRST_LOOK else LOOK_TAIL
-
-    @property
     def rounds(self) -> Rate:
         """Without the prefill."""
         return Rate.of(((chunk.tokens, chunk.seconds) for chunk in self.chunks), self._units)
@@ -123,31 +109,19 @@ class Timed:
         return Rate.of(seconds, self._units)
 
     @property
-    def full_batches(self) -> Rate:
-        """What the formula predicts.
+    def tokens_a_round(self) -> float:
+        """What a round of the decoder yields, the length limit not applied: of one row, tau.
 
-        In a larger batch rows end apart, the drafted ones further apart, so that whole chunks gain
-        less than a server that refills its batch.
+        Rows of a batch end apart, the drafted ones further apart, and its rounds go on with fewer.
         """
-        return Rate.of((full.tokens, full.seconds) for full in self._full)
-
-    @property
-    def full_length(self) -> float:
-        """Acceptance length in the rounds of full batches."""
-        return Rate.of((full.emitted, full.row_rounds) for full in self._full).mean
-
-    @property
-    def batched(self) -> bool:
-        """Whether rows were decoded together."""
-        return any(len(chunk.completions) > 1 for chunk in self.chunks)
+        emitted = sum(one.accepted + one.rounds for one in self.completions)
+        longest = (max(one.rounds for one in chunk.completions) for chunk in self.chunks)
+        return emitted / sum(longest)
 
     @property
     def _units(self) -> Sequence[Hashable]:
-        return () if self.batched else self.documents[: len(self.chunks)]
-
-    @property
-    def _full(self) -> list[FullBatch]:
-        return [chunk.full for chunk in self.chunks if chunk.full is not None]
+        together = any(len(chunk.completions) > 1 for chunk in self.chunks)
+        return () if together else self.documents[: len(self.chunks)]
 
 
 def now() -> float:
@@ -162,27 +136,6 @@ def synchronised_clock(device: torch.device) -> Callable[[], float]:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return now()
-
-    return clock
-
-
-class Mark(NamedTuple):
-    """A moment in a device's own work; the difference of two is seconds."""
-
-    event: torch.cuda.Event
-
-    def __sub__(self, other: "Mark") -> float:
-        """Seconds from `other` to this one; both must have come to pass."""
-        return other.event.elapsed_time(self.event) / 1e3
-
-
-def device_clock(device: torch.device) -> Callable[[], Mark]:
-    """A clock that makes nobody wait: it marks the moment when a CUDA `device` gets here."""
-
-    def clock() -> Mark:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(device))
-        return Mark(event)
 
     return clock
 
@@ -212,18 +165,20 @@ def make_decoder(target: Adapter, proposer: Proposer | None, setting: Setting) -
     return decoder
 
 
-def join(
+def answered(
     decoder: Decoder,
     prompts: PromptIds,
     setting: Setting,
     *,
     gamma: int,
     first: int,
+    most: float = math.inf,
     **changes: Any,
-) -> dict[int, Completion]:
-    """Prefill `prompts`, rows from number `first` on; their completions, still empty, by slot.
+) -> tuple[Chunk, list[RoundSeconds]]:
+    """What it took to answer `prompts`, or `most` rounds of it, and what each round took by part.
 
-    changes: other settings of each request.
+    Timed from the request to the moment the last token has been read. first: number of the first
+    prompt. changes: other settings of each request.
     """
     requests = make_requests(
         prompts,
@@ -233,39 +188,33 @@ def join(
         seed=setting.seed,
         first_row=first,
     )
+    clock = synchronised_clock(decoder.target.device)
+    started = clock()
     slots = decoder.join([replace(request, **changes) for request in requests])
     while decoder.prefill():
         pass
-    return {slot: Completion(list(p)) for slot, p in zip(slots, prompts, strict=True)}
+    ready = clock()
+    running = {slot: Completion(list(p)) for slot, p in zip(slots, prompts, strict=True)}
+    left, rounds = set(running), list[RoundSeconds]()
+    while left and len(rounds) < most:
+        for result in decoder.round():
+            left -= set(record(running, result))
+            rounds.append(result.seconds)
+    finished = now()  # before a round that the device may go on with
+    decoder.leave([*running])
+    return Chunk(ready - started, finished - ready, [*running.values()]), rounds
 
 
-def decoding(target: Adapter, proposer: Proposer | None, setting: Setting) -> Method:
-    """Our decoder as a method: plain without `proposer`.
-
-    Timed from the request to the moment the last token has been read.
-    """
+def decoding(target: Adapter, proposer: Proposer | None, setting: Setting) -> Way:
+    """Our decoder: plain without `proposer`."""
     decoder = make_decoder(target, proposer, setting)
     gamma = 0 if proposer is None else setting.gamma
-    clock = synchronised_clock(target.device)
 
-    def generate(prompts: PromptIds, first: int) -> Chunk:
-        started = clock()
-        running = join(decoder, prompts, setting, gamma=gamma, first=first)
-        ready = clock()
-        left, full, row_rounds, emitted = set(running), None, 0, 0
-        while left:
-            for result in decoder.round():
-                left -= set(record(running, result))
-                row_rounds += len(result.slots)
-                emitted += sum(result.emitted)
-            if full is None and len(left) < len(running):
-                tokens = sum(len(completion.output_ids) for completion in running.values())
-                full = FullBatch(now() - ready, tokens, row_rounds, emitted)
-        finished = now()  # before a round that the device may go on with
-        decoder.leave([*running])
-        return Chunk(ready - started, finished - ready, [*running.values()], full)
+    def answer(prompts: PromptIds, first: int) -> Chunk:
+        return answered(decoder, prompts, setting, gamma=gamma, first=first)[0]
 
-    return generate
+    # Drafted rows do not end together.
+    return Way(answer, gamma, [setting.batch_size] if proposer is None else shapes(setting))
 
 
 def shapes(setting: Setting) -> list[int]:
@@ -276,96 +225,37 @@ def shapes(setting: Setting) -> list[int]:
     return sorted({batch_size(left, rows) for left in range(1, rows + 1)})
 
 
-def warm_up(
-    methods: dict[str, Method], prompts: PromptIds, setting: Setting, *, drafted: Sequence[str]
-) -> None:
-    """Run every method once; whatever has to be compiled is compiled.
-
-    The methods `drafted` run in every shape, since their rows do not end together.
-    """
-    for name, method in methods.items():
-        for rows in shapes(setting) if name in drafted else [setting.batch_size]:
-            method((list(prompts) * rows)[:rows], 0)
-
-
-def take_turns(
-    methods: dict[str, Method],
+def time_ways(
+    ways: Mapping[str, Way],
     prompts: PromptIds,
-    setting: Setting,
-    before: Callable[[int, int], None] = lambda chunk, chunks: None,
-    enough: Callable[[Mapping[str, Timed]], bool] = lambda timed: False,
+    warmup: PromptIds,
+    *,
+    batch_size: int = 1,
     documents: Sequence[Hashable] = (),
+    minutes: float = math.inf,
+    note: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Timed]:
-    """Time every method on each chunk of `prompts`, in rotating order, until it is `enough`.
+    """Time every way on each batch of `prompts`, in rotating order, warmed up on `warmup`.
 
-    `before` gets the number of every chunk that comes, and of all: what it does is not timed.
-    documents: what each prompt belongs to.
+    Whatever has to be compiled is compiled then. Timing ends with the prompts, or behind so many
+    `minutes`, which is said. documents: what each prompt belongs to.
     """
-    timed = {name: Timed(documents=documents) for name in methods}
-    starts = range(0, len(prompts), setting.batch_size)
-    for turn, first in enumerate(starts):
-        before(turn, len(starts))
-        chunk = prompts[first : first + setting.batch_size]
-        for name in rotated(list(methods), turn):
-            timed[name].chunks.append(methods[name](chunk, first))
-        if enough(timed):
+    for way in ways.values():
+        for rows in way.sizes:
+            way.answer((list(warmup) * rows)[:rows], 0)
+    timed = {name: Timed(documents=documents, gamma=way.gamma) for name, way in ways.items()}
+    started = now()
+    for turn, first in enumerate(range(0, len(prompts), batch_size)):
+        if now() - started > 60 * minutes:
+            note(f"timed {first} prompts in {minutes:g} minutes (evaluate.timing_minutes)")
             break
+        batch = prompts[first : first + batch_size]
+        for name in rotated(list(ways), turn):
+            timed[name].chunks.append(ways[name].answer(batch, first))
     return timed
-
-
-def until_certain(
-    seconds: float, note: Callable[[str], None]
-) -> Callable[[Mapping[str, Timed]], bool]:
-    """Whether timing has seen enough prompts, asked behind each chunk.
-
-    It looks at 24 prompts, at twice as many and so on. Enough is a half-width of `HALF_WIDTH` of
-    the fastest way's interval end to end (`LOOK_TAIL`): the width and never the speed-up itself.
-    So is the limit of `seconds` since it was asked first, which is said.
-    """
-    started, look = math.inf, FIRST_LOOK
-
-    def enough(timed: Mapping[str, Timed]) -> bool:
-        nonlocal started, look
-        started, count = min(started, now()), len(timed[PLAIN].completions)
-        if now() - started > seconds:
-            note(f"timed {count} prompts in {seconds / 60:g} minutes (evaluate.timing_minutes)")
-            return True
-        if count < look:
-            return False
-        look *= 2
-        answers = {name: one.answers for name, one in timed.items()}
-        plain = answers.pop(PLAIN)
-        speedups = [speedup(one, plain, tail=LOOK_TAIL) for one in answers.values()]
-        best = max(speedups, key=lambda one: one.mean)
-        return best.high - best.low <= 2 * HALF_WIDTH * best.mean
-
-    return enough
 
 
 def rotated(items: list[T], turn: int) -> list[T]:
     """`items` from another one on in every turn, so that none always goes first."""
     shift = turn % len(items)
     return items[shift:] + items[:shift]
-
-
-def time_methods(
-    target: Adapter,
-    proposers: Mapping[str, Proposer],
-    prompts: PromptIds,
-    warmup: PromptIds,
-    setting: Setting,
-    *,
-    gammas: Mapping[str, int] | None = None,
-    **turns: Any,
-) -> dict[str, Timed]:
-    """Time plain decoding and every proposer on `prompts`, in turns, warmed up on `warmup`.
-
-    gammas: of each proposer, where it is not `setting.gamma`. turns: as `take_turns` takes them.
-    """
-    gammas = {PLAIN: 0, **dict.fromkeys(proposers, setting.gamma), **(gammas or {})}
-    methods = {PLAIN: decoding(target, None, setting)}
-    for name, one in proposers.items():
-        methods[name] = decoding(target, one, replace(setting, gamma=gammas[name]))
-    warm_up(methods, warmup, setting, drafted=list(proposers))
-    timed = take_turns(methods, prompts, setting, **turns)
-    return {name: replace(one, gamma=gammas[name]) for name, one in timed.items()}

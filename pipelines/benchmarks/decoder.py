@@ -7,8 +7,8 @@ drafter the one that `evaluate.draft` names.
 A *point* is one method in one setting (sampling and batch size). Rates run from the request to the
 last token on the host, prefill included, for every method. Methods are compared chunk by chunk. The
 prediction is the theory's, tau / (gamma c + v + o), from costs calibrated on other prompts. It
-speaks of rounds of full batches: what it is held against leaves out the prefill and the rounds
-behind the first end of a row. Greedy answers are compared with Hugging Face's, token by token.
+speaks of rounds: what it is held against leaves out the prefill. Greedy answers are compared with
+Hugging Face's, token by token.
 """
 
 import math
@@ -26,21 +26,13 @@ from rich.console import Console
 from draftkit.artifacts import read_json
 from draftkit.config import Config
 from draftkit.decoding.graphs import compile_seconds
-from draftkit.evaluation.costs import between, meter
+from draftkit.evaluation.costs import calibrate, predicted_speedup
 from draftkit.evaluation.intervals import speedup
 from draftkit.evaluation.judge import Prompts, proposer_of, timing
 from draftkit.evaluation.lossless import decoded_identity, greedy_answers
 from draftkit.evaluation.report import interval
 from draftkit.evaluation.summary import count_rounds
-from draftkit.evaluation.walltime import (
-    PLAIN,
-    Method,
-    Setting,
-    Timed,
-    decoding,
-    take_turns,
-    warm_up,
-)
+from draftkit.evaluation.walltime import PLAIN, Setting, Timed, Way, decoding, time_ways
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import Target, load_draft, load_target
 from draftkit.models.memory import peak_bytes
@@ -75,7 +67,7 @@ STAGE = Stage(
         *("evaluate.draft", "evaluate.prompts", "evaluate.validation_prompts"),
     ),
     inputs=(*JUDGED, CONTEXTS),
-    version=3,
+    version=4,
     product=None,
 )
 Point = dict[str, Any]
@@ -151,21 +143,23 @@ def measure(
     make = partial(proposer_of, target, draft, prompts, config)
     if (tree := make().tree) is not None:
         setting = replace(setting, gamma=tree.depth)
-    costs = meter(target, make, prompts.calibration, setting)
-    makers: dict[str, Callable[[], Method]] = {
+    costs = calibrate(target, make, prompts.calibration, setting)
+    makers: dict[str, Callable[[], Way]] = {
         PLAIN: lambda: decoding(target, None, setting),
         SPECULATIVE: lambda: decoding(target, make(), setting),
         HF_PLAIN: lambda: hugging_face(target, setting),
         HF_ASSISTED: lambda: hugging_face(target, setting, assistant=draft),
         HF_LOOKUP: lambda: hugging_face(target, setting, lookup=True),
     }
-    methods = {name: makers[name]() for name in names}
-    warm_up(methods, prompts.calibration, setting, drafted=[SPECULATIVE])
-    timed = take_turns(
-        methods, prompts.test, setting, between([costs]), documents=prompts.documents
+    timed = time_ways(
+        {name: makers[name]() for name in names},
+        prompts.test,
+        prompts.calibration,
+        batch_size=setting.batch_size,
+        documents=prompts.documents,
     )
     points = {name: base_point(name, timed, setting) for name in names}
-    points[SPECULATIVE] |= prediction(timed, costs.costs(), setting)
+    points[SPECULATIVE] |= prediction(timed, costs)
     if setting.sampling.temperature == 0:
         again = partial(
             greedy_answers,
@@ -232,18 +226,17 @@ def median_interval(values: Sequence[float]) -> list[float]:
     return [ordered[cut], ordered[n - 1 - cut]]
 
 
-def prediction(timed: Mapping[str, Timed], costs: Costs, setting: Setting) -> Point:
+def prediction(timed: Mapping[str, Timed], costs: Costs) -> Point:
     """Acceptance length, calibrated costs, and the speed-up that they predict beside the measured.
 
-    The latter two for the rounds of full batches, and `full_length` is the acceptance length there.
+    The latter two for the rounds, without the prefill.
     """
-    drafted = timed[SPECULATIVE]
-    gained = speedup(drafted.full_batches, timed[PLAIN].full_batches)
-    predicted = speedup_from_length(drafted.full_length, setting.gamma, **costs.ratios)
+    drafted, plain = timed[SPECULATIVE], timed[PLAIN]
+    gained = speedup(drafted.rounds, plain.rounds)
+    predicted = predicted_speedup(drafted, plain, costs)
     return {
-        "gamma": setting.gamma,
+        "gamma": drafted.gamma,
         "acceptance_length": count_rounds(drafted)["acceptance_length"],
-        "full_length": drafted.full_length,
         **costs.ratios,
         "speedup": {"measured": gained.mean, "ci95": gained.ci95, "predicted": predicted},
         "prediction_error": gained.mean / predicted - 1,
@@ -313,9 +306,8 @@ def remarks(point: Point) -> Iterator[str]:
             f"c {point['cost_ratio']:.3f}, v {point['verify_ratio']:.2f}, "
             f"o {point['overhead_ratio']:.3f}"
         )
-        of = "" if point["batch_size"] == 1 else f" of full batches, tau {point['full_length']:.2f}"
         yield (
-            f"rounds alone{of}: predicted {speedup['predicted']:.2f}, "
+            f"rounds alone: predicted {speedup['predicted']:.2f}, "
             f"measured {speedup['measured']:.2f} ({point['prediction_error']:+.1%})"
         )
     if "beside_hf" in point:

@@ -1,4 +1,4 @@
-"""The peers: Hugging Face `generate`, plain, assisted and with prompt lookup, as timed methods.
+"""The peers: Hugging Face `generate`, plain, assisted and with prompt lookup, as ways to time.
 
 On the very modules that our decoder runs, so weights and precision are the same. A peer's time
 holds all that a caller waits for: tensors from token ids, prefill, rounds, ids back on the host.
@@ -15,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from draftkit.decoding.generation import Completion
 from draftkit.engines.folder import assistant_options
-from draftkit.evaluation.walltime import Chunk, Method, PromptIds, Setting, now, synchronised_clock
+from draftkit.evaluation.walltime import Chunk, PromptIds, Setting, Way, now, synchronised_clock
 from draftkit.models.adapter import Adapter, parts_of
 from draftkit.models.attention import NAME
 
@@ -28,7 +28,7 @@ def hugging_face(
     *,
     assistant: Adapter | None = None,
     lookup: bool = False,
-) -> Method:
+) -> Way:
     """`generate` of the target's model: plain, with an `assistant`, or with prompt `lookup`.
 
     Both speculate with `setting.gamma` tokens a round, always. They refuse batches, with a
@@ -46,7 +46,7 @@ def hugging_face(
         options.prompt_lookup_num_tokens = setting.gamma
     clock = synchronised_clock(target.device)
 
-    def generate(prompts: PromptIds, first: int) -> Chunk:
+    def answered(prompts: PromptIds, first: int) -> Chunk:
         torch.manual_seed(setting.seed + first)
         started = clock()
         read = [parts_of(prompt, target.start_id)[0] or prompt for prompt in prompts]
@@ -60,7 +60,7 @@ def hugging_face(
         pairs = zip(prompts, answers, strict=True)
         return Chunk(0.0, seconds, [answer(p, a, setting.eos_token_ids) for p, a in pairs])
 
-    return generate
+    return Way(answered, sizes=[setting.batch_size])
 
 
 @contextmanager

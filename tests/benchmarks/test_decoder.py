@@ -8,7 +8,7 @@ import pytest
 from draftkit.config import SamplingConfig
 from draftkit.decoding.generation import Completion
 from draftkit.evaluation import walltime
-from draftkit.evaluation.walltime import Chunk, FullBatch, Setting, Timed, decoding
+from draftkit.evaluation.walltime import Chunk, Setting, Timed, decoding
 from draftkit.theory.speedup import Costs
 from pipelines.benchmarks.decoder import (
     median_interval,
@@ -31,24 +31,22 @@ def pair():
 # A setting
 
 
-def test_the_prediction_and_what_it_is_held_against_are_of_full_batches():
-    costs = Costs(
-        plain_seconds=1.0,
-        cost_ratio=0.1,
-        verify_ratio=1.0,
-        overhead_ratio=0.0,
-        verify_ratios={3: 1.0},
-    )
-    answer = Completion([1], accept_counts=[0, 8, 0, 0], tested=8)
+def test_a_prediction_counts_the_rounds_of_a_batch_as_it_shrinks():
+    """Of two rows, which end after two rounds and four; without proposals after 8 and 12."""
+    costs = Costs(1.0, 0.1, 1.0, 0.0, {3: 1.0})
+
+    def answer(*counts):
+        return Completion([1], [0] * 10, accept_counts=[*counts], tested=1)
+
+    plain, drafted = [answer(8), answer(12)], [answer(0, 0, 0, 2), answer(0, 0, 4, 0)]
     timed = {
-        "plain": Timed([Chunk(0.0, 9.0, [], FullBatch(8.0, 16, 16, 16))] * 2),
-        "speculative": Timed([Chunk(0.0, 99.0, [answer], FullBatch(4.0, 14, 6, 15))] * 2),
+        "plain": Timed([Chunk(5.0, 12.0, plain)] * 2),
+        "speculative": Timed([Chunk(9.0, 6.0, drafted)] * 2, gamma=3),
     }
-    found = prediction(timed, costs, replace(SETTING, batch_size=2))
-    assert found["acceptance_length"]["mean"] == 2
-    assert found["full_length"] == 15 / 6
-    assert found["speedup"]["measured"] == pytest.approx((14 / 4) / (16 / 8))
-    assert found["speedup"]["predicted"] == pytest.approx((15 / 6) / (3 * 0.1 + 1))
+    found = prediction(timed, costs)
+    assert found["acceptance_length"]["mean"] == pytest.approx(20 / 6)
+    assert found["speedup"]["measured"] == pytest.approx(2)
+    assert found["speedup"]["predicted"] == pytest.approx((20 / 4) / (20 / 12) / (3 * 0.1 + 1))
     error = found["speedup"]["measured"] / found["speedup"]["predicted"] - 1
     assert found["prediction_error"] == pytest.approx(error)
 
@@ -80,7 +78,7 @@ def test_ratios_are_paired_by_chunk_and_hold_the_prefill():
 
 
 def outputs(method, prompts, first=0):
-    return [completion.output_ids for completion in method(prompts, first).completions]
+    return [completion.output_ids for completion in method.answer(prompts, first).completions]
 
 
 def test_plain_assisted_and_lookup_answer_as_our_decoder_does(pair):
@@ -98,8 +96,8 @@ def test_answers_end_with_their_first_end_of_text_in_a_batch_too(pair):
     free = outputs(decoding(target, None, CROWD), TEXTS)
     ends = (free[0][4], free[1][7])
     setting = replace(CROWD, eos_token_ids=ends)
-    ours = decoding(target, None, setting)(TEXTS, 0).completions
-    theirs = hugging_face(target, setting)(TEXTS, 0).completions
+    ours = decoding(target, None, setting).answer(TEXTS, 0).completions
+    theirs = hugging_face(target, setting).answer(TEXTS, 0).completions
     assert [c.output_ids for c in theirs] == [c.output_ids for c in ours]
     assert [c.ended for c in theirs] == [c.ended for c in ours]
     assert min(len(c.output_ids) for c in theirs) < 12
@@ -117,7 +115,7 @@ def test_the_assistant_proposes_gamma_tokens_a_round(pair, monkeypatch):
 
         monkeypatch.setattr(adapter.model, "forward", counted)
     long = replace(CROWD, max_new_tokens=60)
-    hugging_face(target, long, assistant=draft)(TEXTS[:1], 0)
+    hugging_face(target, long, assistant=draft).answer(TEXTS[:1], 0)
     # the last rounds are cut by the length limit
     assert 3 * passes["target"] - 6 <= passes["draft"] <= 3 * passes["target"]
     assert passes["target"] < 60
@@ -149,5 +147,5 @@ def test_all_that_a_caller_waits_for_is_in_the_time(pair, monkeypatch):
     ticks = iter([10.0, 17.0])
     monkeypatch.setattr("pipelines.benchmarks.decoder_peers.now", lambda: next(ticks))
     monkeypatch.setattr(walltime, "now", lambda: next(ticks))
-    chunk = hugging_face(target, CROWD)(TEXTS, 0)
+    chunk = hugging_face(target, CROWD).answer(TEXTS, 0)
     assert (chunk.prefill_seconds, chunk.seconds) == (0.0, 7.0)

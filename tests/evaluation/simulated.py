@@ -4,8 +4,8 @@
 are alike and few documents hold most tokens; `tied_coverage`, where long answers are accepted more
 often than short ones, or less. `starred`: how often the way with the star is stated too high, where
 all are equally good. `named`: how often a drafter that gains nothing is
-named, through all that is chosen on the way: gamma by the measured acceptance and costs, when to
-stop timing by the width of the best interval, and the best of four ways.
+named, through all that is chosen on the way: gamma by the measured acceptance and costs, and the
+best of four ways.
 
     python -m tests.evaluation.simulated    # the table of all cells, at full counts
 """
@@ -13,8 +13,8 @@ stop timing by the width of the best interval, and the best of four ways.
 import math
 import operator
 import sys
-from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -28,7 +28,7 @@ from draftkit.evaluation.intervals import acceptance_length, estimate, proportio
 from draftkit.evaluation.judge import Measured
 from draftkit.evaluation.lossless import Losslessness
 from draftkit.evaluation.summary import best_of, best_use, summarise, ways_beside
-from draftkit.evaluation.walltime import PLAIN, Chunk, FullBatch, Timed, until_certain
+from draftkit.evaluation.walltime import PLAIN, Chunk, Timed
 from draftkit.theory.acceptance import Rate
 from draftkit.theory.speedup import Costs
 
@@ -218,7 +218,7 @@ def chunked(tokens: Tensor, seconds: Tensor, names: list[Hashable]) -> Timed:
     chunks = []
     for count, time in zip(tokens.long().tolist(), seconds.tolist(), strict=True):
         answer = Completion([], range(count), accept_counts=[count, 0])
-        chunks.append(Chunk(0.01, time, [answer], FullBatch(time, count, count, count)))
+        chunks.append(Chunk(0.01, time, [answer]))
     return Timed(chunks, names, gamma=1)
 
 
@@ -230,34 +230,21 @@ def tau(rate: Tensor, gamma: int) -> Tensor:
     return sum((rate**i for i in range(1, gamma + 1)), start=torch.ones_like(rate))
 
 
-def stopped(timed: Mapping[str, Timed]) -> dict[str, Timed]:
-    """The ways as far as they are timed: up to the look at which it is enough."""
-    enough = until_certain(float("inf"), lambda line: None)
-    for count in (24, 48, 96, 192):
-        begun = {name: replace(one, chunks=one.chunks[:count]) for name, one in timed.items()}
-        if count >= len(timed[PLAIN].chunks) or enough(begun):
-            break
-    return begun
-
-
 def named(documents: int, *, noise: float, repetitions: int, seed: int = 0) -> dict[str, float]:
     """How often ways that gain nothing are named: by the verdict, as the best, or by either.
 
-    held: how often the interval of the judged one's speed-up holds 1, which is its truth. More
-    documents than 24 are timed only where the width of the best interval asks for them.
+    held: how often the interval of the judged one's speed-up holds 1, which is its truth.
     """
     generator, nothing = torch.Generator().manual_seed(seed), Nothing.of(documents, noise)
-    counts = dict.fromkeys(("deploy", "best_of", "either", "held", "documents"), 0)
+    counts = dict.fromkeys(("deploy", "best_of", "either", "held"), 0)
     for _ in range(repetitions):
         measured = nothing.measured(generator)
-        measured = replace(measured, timed=stopped(measured.timed))
         timed, summary = measured.timed, summarise(measured, "after", SamplingConfig(), CONFIG)
         ways = ways_beside(timed, WAYS, "drafter", measured.lossless)
         use = best_use(summary, ways)
         found = [use["verdict"] == "deploy", best_of(ways, "drafter") != "none"]
-        whole = summary["speedup"]["end_to_end"]
-        low, high = whole["ci95"]
-        hits = (*found, any(found), low <= 1 <= high, whole["units"])
+        low, high = summary["speedup"]["end_to_end"]["ci95"]
+        hits = (*found, any(found), low <= 1 <= high)
         for name, hit in zip(counts, hits, strict=True):
             counts[name] += hit
     return {name: count / repetitions for name, count in counts.items()}
@@ -305,9 +292,7 @@ def table() -> Iterator[str]:
     for documents in (20, EvaluateConfig().timing_prompts):
         for noise in (0.05, 0.35):
             found = named(documents, noise=noise, repetitions=10_000)
-            timed = found.pop("documents")
             shares = ", ".join(f"{name} {share:.2%}" for name, share in found.items())
-            shares += f", {timed:.0f} timed"
             yield f"nothing gained, {documents} documents, noise {noise}: {shares}"
 
 

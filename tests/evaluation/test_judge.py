@@ -23,14 +23,14 @@ from draftkit.evaluation.judge import (
     Measured,
     Prompts,
     check_lossless,
+    costs_of,
     float32_bytes,
-    meters_of,
     timed_rows,
     ways_of,
 )
 from draftkit.evaluation.lossless import Losslessness
 from draftkit.evaluation.summary import compare, count_rounds, summarise
-from draftkit.evaluation.walltime import PLAIN, Chunk, FullBatch, Setting, Timed
+from draftkit.evaluation.walltime import PLAIN, Chunk, Setting, Timed
 from draftkit.models.loading import load_target, save_model
 from draftkit.theory.speedup import Costs, best_gamma, factors
 from tests import tiny
@@ -52,20 +52,16 @@ def completion(counts, tested, total):
 def lookup(seconds=3.0, drafted=1):
     """What prompt lookup did, with proposals in `drafted` of the twelve rounds of a prompt."""
     one = Completion([1], [2] * 12, accept_counts=[12, 0, 0], drafted=drafted, tested=drafted)
-    full = FullBatch(seconds, 12, 12, 12)
-    return Timed([Chunk(0.05, seconds, [one], full)] * 20, gamma=2)
+    return Timed([Chunk(0.05, seconds, [one])] * 20, gamma=2)
 
 
 def measured(alpha=0.75, seconds=2.0, prefill=0.1, looked_up=3.0, correct=True, pairs=10):
     timed = [
-        Chunk(prefill, seconds, [answer], FullBatch(seconds, 12, 6, emitted))
-        for answer, emitted in (
-            (completion([1, 2, 3], 11, 8.0), 14),
-            (completion([2, 2, 2], 10, 6.0), 12),
-        )
+        Chunk(prefill, seconds, [answer])
+        for answer in (completion([1, 2, 3], 11, 8.0), completion([2, 2, 2], 10, 6.0))
         * pairs  # of documents, by default enough for intervals
     ]
-    plain = Chunk(0.05, 4.0, [completion([12], 0, 0.0)], FullBatch(4.0, 12, 12, 12))
+    plain = Chunk(0.05, 4.0, [completion([12], 0, 0.0)])
     column = torch.tensor([10.0, 20.0] * 10, dtype=torch.float64)
     totals = {
         "alpha": alpha * column,
@@ -353,6 +349,7 @@ def test_drafts_that_run_the_same_code_share_what_rounds_cost():
     assert set(ways) == {"before", "after", "prompt_lookup", "hybrid"}
     setting = Setting(max_new_tokens=8, gamma=2, capacity=60)
     judged = {name: ways[name] for name in drafts}
-    meters = meters_of(target, judged, prompts.calibration, setting)
-    assert meters["before"] is meters["after"]
-    assert len({*meters_of(target, ways, prompts.calibration, setting).values()}) == 3
+    costs = costs_of(target, judged, prompts.calibration, setting)
+    assert costs["before"] is costs["after"]
+    found = costs_of(target, ways, prompts.calibration, setting)
+    assert len({*map(id, found.values())}) == 3

@@ -85,7 +85,7 @@ def test_ways_that_gain_nothing_are_rarely_named():
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("noise", [0.05, 0.15, 0.35])  # of 192 about half are timed, or all
+@pytest.mark.parametrize("noise", [0.05, 0.15, 0.35])
 @pytest.mark.parametrize("documents", [20, EvaluateConfig().timing_prompts])
 def test_of_many_ways_that_gain_nothing_at_most_three_in_a_hundred_are_named(documents, noise):
     found = named(documents, noise=noise, repetitions=10_000)

@@ -8,7 +8,7 @@ import torch
 from draftkit.evaluation.intervals import Estimate, speedup
 from draftkit.evaluation.lossless import NOT_CHECKED, Losslessness
 from draftkit.evaluation.summary import best_of, best_use, verdict, ways_beside
-from draftkit.evaluation.walltime import LOOK_TAIL, PLAIN
+from draftkit.evaluation.walltime import PLAIN
 from tests.evaluation.simulated import WAYS, chunked
 
 NAN = float("nan")
@@ -150,6 +150,6 @@ def test_a_way_beside_the_judged_one_has_the_interval_of_one_that_was_chosen():
     one = chunked(tokens, tokens / 1.2 * (0.1 * noise).exp(), [*range(24)])
     timed = {PLAIN: chunked(tokens, tokens, [*range(24)])} | dict.fromkeys(WAYS.values(), one)
     ways = ways_beside(timed, WAYS, "drafter", {})
-    for name, tail in {**dict.fromkeys(WAYS, LOOK_TAIL / 3), "drafter": LOOK_TAIL}.items():
+    for name, tail in {**dict.fromkeys(WAYS, 0.025 / 3), "drafter": 0.025}.items():
         expected = speedup(one.answers, timed[PLAIN].answers, tail=tail)
         assert ways[name]["speedup"]["end_to_end"]["ci95"] == expected.ci95

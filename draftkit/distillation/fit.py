@@ -13,7 +13,8 @@ from draftkit.distillation.batch import Batch
 from draftkit.distillation.loop import Outcome, train
 from draftkit.distillation.progress import CLOSING, OPENING, reporting, row_text
 from draftkit.distillation.sources import TrainingTexts, make_source
-from draftkit.evaluation.alpha import estimates, is_chained, score_contexts, score_stored
+from draftkit.evaluation.alpha import estimates, score_contexts, score_stored
+from draftkit.evaluation.laws import is_chained
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import Outline, Target, save_draft
 from draftkit.models.parallel import PARD

@@ -1,9 +1,11 @@
-"""How many proposals a round pay most: found on other prompts than those that are timed.
+"""How many proposals a round pay most, found on other prompts than those that are timed.
 
 tau at every number follows from texts that the target sampled: for a drafter from the scores of
 both models, for a guesser of one-hot proposals by letting it guess at every token of them. With
-measured costs of a round that gives the speed-up of every number from one measurement.
-Shapes: M tokens of an answer, K proposals.
+measured costs of a round that gives the speed-up of every number from one measurement. For a tree,
+whose nodes are chosen, `rank_rates` tells from the same scores which are likely.
+
+Shapes: M tokens of an answer, K proposals, D depths, R ranks.
 """
 
 import math
@@ -19,12 +21,15 @@ from draftkit.decoding.ngrams import PromptLookup
 from draftkit.decoding.proposers import Proposer
 from draftkit.decoding.state import Group, RoundView, text_of
 from draftkit.evaluation.alpha import PromptTotals
+from draftkit.evaluation.laws import OWN_LAW, is_chained, logits_of, proposed_laws, served_laws
 from draftkit.evaluation.walltime import MOST_GAMMA
+from draftkit.models.adapter import Adapter
 from draftkit.theory.acceptance import Rate
 from draftkit.theory.speedup import Costs, by_gamma, factors, largest
 from draftkit.theory.warping import SamplingParams
 
 LOOKUP, HYBRID = "prompt_lookup", "hybrid"
+TREE_RANKS = 16  # of a law, that nodes of a tree may have
 
 
 def taus_of(scored: PromptTotals, mode: str) -> list[Rate]:
@@ -108,3 +113,33 @@ def correct(guesser: Proposer, context: Record) -> list[int]:
     behind = torch.cat([text, text.new_full((MOST_GAMMA,), -1)]).unfold(0, MOST_GAMMA, 1)
     run = (guess.tokens == behind[length]).long().cumprod(1).sum(1)
     return torch.minimum(run, guess.lengths).tolist()
+
+
+@torch.inference_mode()
+def rank_rates(
+    target: Adapter, draft: Adapter, contexts: Sequence[Record], config: Config
+) -> list[list[float]]:
+    """How likely the r-th likeliest token of each place in a round is the target's: [D][R].
+
+    Given that those before it are the text's. D is `Config.proposals`; a draft that reads its own
+    proposals like any text has the same rates everywhere.
+    """
+    most, ranks = max(config.proposals, 1), min(TREE_RANKS, draft.vocab_size)
+    sums = torch.zeros(most, ranks, dtype=torch.float64)
+    counts = torch.zeros(most, 1, dtype=torch.float64)
+    size = config.evaluate.batch_size
+    for first in range(0, len(contexts), size):
+        chunk = contexts[first : first + size]
+        logits, streams = logits_of(target, chunk, draft.reads)
+        own = [streams[layer] for layer in draft.reads]
+        features = torch.cat(own, -1) if own else None
+        rows = proposed_laws(draft, chunk, OWN_LAW, blocks=most, features=features)
+        for (law,), positions in zip(
+            served_laws(chunk, logits, config.sampling), rows, strict=True
+        ):
+            for depth, (proposed,) in enumerate(positions):
+                likeliest = proposed.topk(ranks).indices
+                sums[depth] += law[depth:].gather(1, likeliest).double().sum(0).cpu()
+                counts[depth] += len(likeliest)
+    rates = sums / counts.clamp(min=1)
+    return (rates if is_chained(draft) else rates[:1].expand(most, -1)).tolist()

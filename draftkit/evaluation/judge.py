@@ -18,9 +18,10 @@ from draftkit.decoding.graphs import compile_seconds
 from draftkit.decoding.ngrams import PromptLookup
 from draftkit.decoding.proposers import Proposer
 from draftkit.decoding.trees import Tree, chosen_tree
-from draftkit.evaluation.alpha import PromptTotals, is_chained, rank_rates, score_drafts
-from draftkit.evaluation.choice import HYBRID, LOOKUP, chosen_numbers
+from draftkit.evaluation.alpha import PromptTotals, score_drafts
+from draftkit.evaluation.choice import HYBRID, LOOKUP, chosen_numbers, rank_rates
 from draftkit.evaluation.costs import calibrate
+from draftkit.evaluation.laws import is_chained
 from draftkit.evaluation.lossless import (
     LOSSY,
     NOT_CHECKED,

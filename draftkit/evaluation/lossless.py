@@ -26,7 +26,7 @@ from torch import Tensor
 from draftkit.config import SamplingConfig
 from draftkit.decoding.generation import Completion, decode, make_requests
 from draftkit.decoding.proposers import Proposer
-from draftkit.evaluation.alpha import surprise
+from draftkit.evaluation.laws import logits_of, served_laws
 from draftkit.evaluation.walltime import Setting
 from draftkit.models.adapter import Adapter, parts_of
 from draftkit.models.cache import SlotCache
@@ -265,6 +265,29 @@ def sampled_surprise(
         )
 
     return {name: checked(one) for name, one in proposers.items()}
+
+
+@torch.inference_mode()
+def surprise(
+    target: Adapter, answers: Sequence[Completion], sampling: SamplingConfig, *, batch_size: int
+) -> float:
+    """How far the mean log-probability of `answers` lies above what it is of the target's samples.
+
+    In standard deviations: of samples, each token's log p less its mean under the served law adds
+    nothing on average, whatever came before, so that the sum is normal for many tokens.
+    """
+    total, variance = 0.0, 0.0
+    for first in range(0, len(answers), batch_size):
+        chunk: Any = answers[first : first + batch_size]
+        logits, _ = logits_of(target, chunk)
+        for one, (law,) in zip(chunk, served_laws(chunk, logits, sampling), strict=True):
+            law = law.double()
+            tokens = torch.tensor(one.output_ids, device=law.device)[:, None]
+            log_p = law.clamp(min=torch.finfo(torch.float64).tiny).log()
+            mean = (law * log_p).sum(-1)
+            total += float((log_p.gather(1, tokens)[:, 0] - mean).sum())
+            variance += float(((law * log_p.square()).sum(-1) - mean.square()).sum())
+    return total / variance**0.5 if variance > 0 else 0.0
 
 
 def differ_by_rounding(

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from draftkit.config.service import LEAST_PROMPTS
 from draftkit.data.rollouts import Record
-from draftkit.evaluation.alpha import PromptTotals, is_chained, score_contexts, score_stored
+from draftkit.evaluation.alpha import PromptTotals, score_contexts, score_stored
 from draftkit.evaluation.intervals import Estimate, gain_p_value
+from draftkit.evaluation.laws import is_chained
 from draftkit.evaluation.report import signed
 from draftkit.models.adapter import Adapter
 

@@ -36,7 +36,7 @@ from draftkit.evaluation.walltime import PLAIN, Setting, Timed, Way, decoding, t
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import Target, load_draft, load_target
 from draftkit.models.memory import peak_bytes
-from draftkit.theory.speedup import Costs, speedup_from_length
+from draftkit.theory.speedup import Costs
 
 from ..command import main
 from ..evaluate import drafter_of, prompts_in

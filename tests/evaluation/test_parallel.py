@@ -9,7 +9,7 @@ from draftkit.data.rollouts import Record
 from draftkit.decoding.generation import decode, make_requests
 from draftkit.decoding.proposers import ParallelProposer
 from draftkit.distillation.scores import stored_scores
-from draftkit.evaluation import alpha
+from draftkit.evaluation import laws
 from draftkit.evaluation.alpha import score_drafts, score_stored
 from draftkit.evaluation.intervals import estimate
 from draftkit.models.adapter import CausalAdapter
@@ -77,7 +77,7 @@ def test_rounds_of_texts_by_place_are_those_of_all_outcomes(gamma: int) -> None:
 def test_shares_are_those_of_each_chain_read_by_itself(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(alpha, "CHAINS_AT_ONCE", 7)
+    monkeypatch.setattr(laws, "CHAINS_AT_ONCE", 7)
     (target, draft), sampling = pair(), SAMPLINGS[name]
     (record,) = contexts_of(target, sampling, 1)
     found = score_drafts(

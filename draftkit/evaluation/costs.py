@@ -21,13 +21,12 @@ from draftkit.evaluation.walltime import (
     Timed,
     answered,
     make_decoder,
-    rotated,
     synchronised_clock,
 )
 from draftkit.models.adapter import Adapter
 from draftkit.theory.speedup import Costs, speedup_from_length
 
-PASSES = 3
+PASSES = 4
 ROUNDS = 32  # of a kind in a pass, at least: the first ones are slow
 SERVER_ROUNDS = 4  # few: they delay the start of a server
 SERVER_PROMPT_TOKENS = 8
@@ -65,11 +64,12 @@ def costs_by(
 ) -> Costs:
     """c, v and o of rounds of `gamma` proposals, and c and v of all `kinds`, by their proposals.
 
-    Ratios to the plain steps, those without any, of the same pass, as medians over passes. measure:
-    the rounds of a kind in the pass of a number.
+    Ratios to the plain steps, those without any, of the same pass, as medians over passes. Every
+    other pass goes through the kinds backwards, so that a steady drift cancels. measure: the rounds
+    of a kind in the pass of a number.
     """
     passes = [
-        {kind: measure(kind, number) for kind in rotated([*kinds], number)}
+        {kind: measure(kind, number) for kind in kinds[:: -1 if number % 2 else 1]}
         for number in range(PASSES)
     ]
 

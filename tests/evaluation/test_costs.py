@@ -95,7 +95,7 @@ def test_a_disturbance_that_lasts_cancels_in_the_ratios(clock):
 
     def seconds(base):
         def take(tokens):
-            rising[0] *= 1.0003
+            rising[0] *= 1.001
             return base * rising[0]
 
         return take
@@ -103,12 +103,12 @@ def test_a_disturbance_that_lasts_cancels_in_the_ratios(clock):
     target, draft = Slow(0, clock, seconds(10.0)), Slow(1, clock, seconds(1.0))
     measured = calibrated(target, draft, SETTING)
     assert rising[0] > 1.1
-    assert measured.verify_ratio == pytest.approx(1.0, rel=0.04)
-    assert measured.cost_ratio == pytest.approx(0.1, rel=0.04)
+    assert measured.verify_ratio == pytest.approx(1.0, rel=0.01)
+    assert measured.cost_ratio == pytest.approx(0.1, rel=0.01)
 
 
 def test_a_pass_that_was_disturbed_does_not_move_the_median(clock, monkeypatch):
-    """Of three: in one of them verification takes ten times as long."""
+    """Of four: in one of them verification takes ten times as long."""
     real, calls = costs.round_seconds, []
 
     def disturbed(decoder, *prompts, gamma, **options):
@@ -120,7 +120,7 @@ def test_a_pass_that_was_disturbed_does_not_move_the_median(clock, monkeypatch):
     monkeypatch.setattr(costs, "round_seconds", disturbed)
     target, draft = Slow(0, clock, lambda n: 10.0), Slow(1, clock, lambda n: 1.0)
     measured = calibrated(target, draft, SETTING)
-    assert calls == [0, 3, 3, 0, 0, 3]  # none always goes first
+    assert calls == [0, 3, 3, 0, 0, 3, 3, 0]  # forwards and backwards
     assert measured.verify_ratio == pytest.approx(1.0)
     assert measured.cost_ratio == pytest.approx(0.1)
 

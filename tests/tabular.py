@@ -81,7 +81,8 @@ class TabularAdapter:
             """[B, N]: the first slot in sight whose token stands so many positions before."""
             return (seen & (behind == count))[:, 0].to(torch.uint8).argmax(-1)
 
-        fed, previous = keys.gather(1, slots), keys.gather(1, back(1))
+        inside = slots.clamp(max=keys.shape[1] - 1)  # an idle row may lie beyond what is read
+        fed, previous = keys.gather(1, inside), keys.gather(1, back(1))
         first = (positions < 1) | (previous < 0)
         previous = torch.where(first, self.before(cache), previous)
         left = values.gather(1, back(2)[..., None].expand(-1, -1, self.vocab_size))

@@ -6,7 +6,7 @@ OpenAI's HTTP API: greedy ones, and at a temperature above 0 also sampled ones o
 """
 
 import math
-import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -15,7 +15,7 @@ from typing import Any
 from draftkit.artifacts import read_json
 from draftkit.config import SERVERS, Config, SamplingConfig
 from draftkit.data.splits import read_splits
-from draftkit.engines.endpoint import Endpoint
+from draftkit.endpoint import COMPLETIONS, OTHERWISE, Endpoint, completion
 from draftkit.evaluation.certificate import Answer, same_greedy, same_law
 from draftkit.evaluation.intervals import LEAST_UNITS
 
@@ -25,6 +25,7 @@ from .stage import StageFolder
 
 DIFFERENT = 3  # the exit code of servers that get no certificate
 SAMPLED_PROMPTS, SAMPLES = 24, 256  # many answers to one prompt see more than few to many
+LIKELIEST = 2  # tokens whose log-probabilities are asked for
 SAME_MODEL = 0.1  # nats by which the log-probabilities of a first token may differ
 WORDS = {True: "passed", False: "FAILED", None: "no power"}
 FORMS = {
@@ -35,14 +36,13 @@ FORMS = {
 
 def endpoints(config: Config) -> list[Endpoint]:
     """The server with a drafter and the one without."""
-    key = os.environ.get("OPENAI_API_KEY", "")
-    return [Endpoint(f"certify.{name}", config.certify[name], key=key) for name in SERVERS]
+    return [Endpoint(f"certify.{name}", config.certify[name]) for name in SERVERS]
 
 
 def check(config: Config) -> None:
     """Raise ValueError for a server that does not answer, before anything is made for it."""
     for server in endpoints(config):
-        with server.client:
+        with server:
             server.model()
 
 
@@ -69,6 +69,28 @@ def show(config: Config, folder: Path) -> None:
     print(f"{verdict}: {config.certify['with']} against {config.certify['without']}", flush=True)
 
 
+def answers(server: Endpoint, bodies: Sequence[dict[str, Any]], *, at_once: int) -> list[Answer]:
+    """The server's answer to each body of a completion, `at_once` at a time."""
+    model = server.model()
+
+    async def answer(body: dict[str, Any]) -> Answer:
+        body |= {"model": model["id"], "logprobs": LIKELIEST}
+        if model.get("owned_by") == "llamacpp":
+            body |= {"n_probs": LIKELIEST, "repeat_penalty": body["repetition_penalty"]}
+        response = await server.send(COMPLETIONS, body)
+        try:
+            scores = response.json()["choices"][0]["logprobs"]
+            if "content" not in scores:
+                return Answer(scores["tokens"], scores["top_logprobs"])
+            tokens = scores["content"]  # llama.cpp scores completions as others score chats
+            tops = [{one["token"]: one["logprob"] for one in t["top_logprobs"]} for t in tokens]
+            return Answer([token["token"] for token in tokens], tops)
+        except OTHERWISE as error:
+            raise server.failure("returns no log-probabilities of its tokens") from error
+
+    return server.map(answer, bodies, at_once=at_once)
+
+
 def certify(config: Config, folder: StageFolder) -> dict[str, Any]:
     """The certificate: both tests of what the two servers answer."""
     prompts = [list(one.prompt_ids) for one in read_splits(folder.inputs["texts"]).test]
@@ -83,14 +105,13 @@ def certify(config: Config, folder: StageFolder) -> dict[str, Any]:
     def ask(side: int, sampling: SamplingConfig, limit: int, at_once: int = batch) -> list[Answer]:
         """Answers to the prompts in turn; no two of them, nor of the servers, have one seed."""
         repeated = prompts[:SAMPLED_PROMPTS] * SAMPLES if sampling.temperature else prompts
-        first = config.seed * 1_000_003 + side
         bodies = [
-            {"prompt": prompt, "max_tokens": limit, "seed": (first + 2 * number) % 2**31}
+            completion(prompt, sampling, limit=limit, seed=config.seed, row=side + 2 * number)
             for number, prompt in enumerate(repeated)
         ]
-        return servers[side].answers(bodies, sampling, at_once=at_once)
+        return answers(servers[side], bodies, at_once=at_once)
 
-    with servers[0].client, servers[1].client:
+    with servers[0], servers[1]:
         folder.note(f"greedy answers to {len(prompts)} prompts")
         greedy, limit = replace(config.sampling, temperature=0.0), answer_tokens(config)
         drafted, plain = ask(0, greedy, limit), ask(1, greedy, limit)
@@ -109,8 +130,8 @@ def certify(config: Config, folder: StageFolder) -> dict[str, Any]:
             return {"greedy": identity, "sampled": None, "certified": identity["passed"]}
         gamma, count = config.proposals, len(prompts[:SAMPLED_PROMPTS])
         folder.note(f"{SAMPLES} sampled answers to {count} of them, of {gamma + 2} tokens")
-        answers = (ask(side, config.sampling, gamma + 2) for side in range(2))
-        by_prompt = ([made[at::count] for at in range(count)] for made in answers)
+        sides = (ask(side, config.sampling, gamma + 2) for side in range(2))
+        by_prompt = ([made[at::count] for at in range(count)] for made in sides)
         sampled = same_law(*by_prompt, gamma=gamma, seed=config.seed)
         certified = identity["passed"] and sampled["passed"] is True
         return {"greedy": identity, "sampled": sampled, "certified": certified}

@@ -10,16 +10,16 @@ from typing import Any
 from draftkit.config import Config
 from draftkit.data.rollouts import Record, write_parts
 from draftkit.data.splits import read_splits
-from draftkit.distillation.engines import engine_sampler
 from draftkit.distillation.progress import Countdown
 from draftkit.distillation.samplers import (
     ROLLOUTS,
+    OpenAISampler,
     Sampler,
     answered,
     noise_seed,
     target_sampler,
 )
-from draftkit.models.loading import load_target
+from draftkit.models.loading import load_outline, load_target
 
 from .command import main
 from .plan import GENERATE, carries_scores
@@ -44,14 +44,25 @@ def generate(config: Config, folder: StageFolder) -> dict[str, Any]:
         )
 
     sampler: Sampler
-    if config.generate.by_engine:
-        sampler = engine_sampler(target, config, splits.room)
+    seed, url = noise_seed(config.seed, ROLLOUTS), config.generate.url
+    if url is not None:
+        assert target.path is not None
+        sampler = OpenAISampler(
+            url=url,
+            model=config.generate.model or target.path,
+            sampling=config.sampling,
+            eos_token_ids=load_outline(target, config.hardware).eos_token_ids,
+            max_new_tokens=splits.room.new,
+            max_length=splits.room.total,
+            batch_size=size,
+            seed=seed,
+        )
     else:
         sampler = target_sampler(
             load_target(target, config.hardware),
             config.sampling,
             splits.room,
-            seed=noise_seed(config.seed, ROLLOUTS),
+            seed=seed,
             batch_size=size,
             top_k=config.generate.top_k if carries_scores(config) else 0,
             watch=watch,

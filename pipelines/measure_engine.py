@@ -7,8 +7,8 @@ second. Starts no engine. OPENAI_API_KEY is sent where it is set.
 """
 
 import operator
-import os
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from rich.console import Console
 from draftkit.artifacts import read_json
 from draftkit.config import Config
 from draftkit.data.rollouts import Record
+from draftkit.endpoint import Endpoint
 from draftkit.engines.counters import LLAMACPP, SGLANG, Answer, Server
 from draftkit.evaluation.alpha import PromptTotals, score_drafts
 from draftkit.evaluation.engines import SETTINGS, EngineSetting, drafted_as
@@ -35,16 +36,19 @@ from .product import SUMMARY
 from .stage import StageFolder
 
 
-def connected(config: Config) -> Server:
+@contextmanager
+def connected(config: Config) -> Iterator[Server]:
     """The server. Raises ValueError where none is named, or it cannot be measured."""
     if config.engine.url is None:
         raise ValueError("engine.url: name the server that runs, as http://127.0.0.1:8000")
-    return Server(config.engine.url, key=os.environ.get("OPENAI_API_KEY", ""))
+    with Endpoint("engine.url", config.engine.url) as endpoint:
+        yield Server(endpoint)
 
 
 def check(config: Config) -> None:
     """Raise ValueError for a server that cannot be measured, before anything is made for it."""
-    connected(config).close()
+    with connected(config):
+        pass
 
 
 def scored(
@@ -109,7 +113,7 @@ def measure_engine(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Count on the server, predict at its gamma, and compare."""
     texts, limit = read_contexts(folder.inputs["contexts"], "test"), answer_tokens(config)
     prompts = [record.prompt_ids for record in texts]
-    with closing(connected(config)) as server:
+    with connected(config) as server:
         folder.note(f"{len(prompts)} prompts to {server.engine}, one at a time")
         how: dict[str, Any] = {"sampling": config.sampling, "limit": limit, "seed": config.seed}
         server.answers(prompts[:1], **how)  # what compiles does so now

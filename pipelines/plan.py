@@ -214,6 +214,7 @@ CERTIFY = Stage(
     ),
     derived={"gamma": lambda config: config.proposals},
     inputs=(DATA, TARGET_MODEL, TEXTS),
+    version=2,
     product=None,
     command="evaluate",
 )

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from draftkit.artifacts import read_json
 from draftkit.decoding import round as units
-from draftkit.engines import endpoint
 from draftkit.models.loading import save_model
 from draftkit.theory.verification import Verification, Verifier
 from pipelines import certify, evaluate
@@ -23,6 +22,7 @@ from pipelines.certify import DIFFERENT
 from pipelines.command import run_command
 from pipelines.product import SUMMARY
 from tests import tiny
+from tests.replies import answer_by
 from tests.serving import running
 from tests.serving.fakes import chat_tokenizer, serving
 from tests.theory import mutants
@@ -161,8 +161,7 @@ def test_refusals(
             path = "other"
         return httpx.Response(200, json=(known | answers)[path])
 
-    client, transport = httpx.Client, httpx.MockTransport(reply)
-    monkeypatch.setattr(endpoint.httpx, "Client", lambda **o: client(**o, transport=transport))
+    answer_by(monkeypatch, reply)
     assert command(f"certify.with={WITH}", f"certify.without={WITHOUT}", *more) == 2
     error = capsys.readouterr().err.strip()
     assert "\n" not in error

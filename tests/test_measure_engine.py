@@ -6,7 +6,6 @@ They decode by our decoder, so what they count is what is predicted but for chan
 import json
 import random
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,14 @@ import pytest
 from draftkit.artifacts import read_json
 from draftkit.config import DraftConfig, HardwareConfig, TargetConfig
 from draftkit.decoding.proposers import DraftModelProposer
-from draftkit.engines import counters, endpoint
+from draftkit.engines import counters
 from draftkit.models.loading import load_draft, load_target
 from pipelines.command import launch
 from pipelines.plan import MEASURE_ENGINE
 from pipelines.product import SUMMARY
 from tests.engines import making
 from tests.engines.counts import Answer, OurDecoder
+from tests.replies import answer_by
 from tests.smoke import smoke
 
 GAMMA, SECRET, URL = 3, "S3CRET", "http://127.0.0.1:8000"
@@ -126,9 +126,7 @@ def measured(tmp_path: Path, pair: Path, monkeypatch: pytest.MonkeyPatch) -> Any
     monkeypatch.setenv("OPENAI_API_KEY", SECRET)
 
     def measure(engine: Engine, *more: str) -> dict[str, Any]:
-        transport = httpx.MockTransport(engine.reply)
-        client = partial(httpx.Client, transport=transport)
-        monkeypatch.setattr(endpoint.httpx, "Client", client)
+        answer_by(monkeypatch, engine.reply)
         paths = [f"{key}.path={pair / key}" for key in ("target", "draft")]
         text = ["data=local", f"data.path={pair.parent / 'rows.jsonl'}", "data.test_fraction=0.4"]
         size = ["evaluate.prompts=24", "evaluate.max_new_tokens=32", "hardware.threads=1"]

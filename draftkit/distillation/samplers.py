@@ -1,12 +1,13 @@
 """Who continues prompts: one model, or the target and its draft together.
 
 A `Sampler` turns prompts into records: what came out, from whom, how, and from which noise. Those
-here run our decoder; `engines` asks somebody else's. They know no steps and no folders.
+here run our decoder, or ask somebody else's. They know no steps and no folders.
 """
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from draftkit.config import Config, SamplingConfig
@@ -24,9 +25,11 @@ from draftkit.decoding.generation import (
 )
 from draftkit.decoding.proposers import drafting
 from draftkit.decoding.state import Request
+from draftkit.endpoint import COMPLETIONS, OTHERWISE, Endpoint, completion
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import Target
 
+RETRIES = 7  # half a minute in all: an engine that is started anew is waited for
 SCRATCH = 2  # cache slots behind the text, in plain decoding
 ROLLOUTS, VALIDATION, TEST = "rollouts", "validation", "test"  # uses of the target's answers
 
@@ -198,6 +201,53 @@ class SpeculativeSampler(Sampler):
         for answer in done:
             proposals, rejected = proposals_of(answer.steps)
             yield {"output_ids": answer.output_ids, "proposals": proposals, "rejected": rejected}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenAISampler(Sampler):
+    """Asks vLLM or SGLang at `url` for answers of `model`, `batch_size` at a time.
+
+    Prompts travel as token ids, and answers come back as ids (`return_token_ids`): a text that is
+    tokenised again may be other tokens than were sampled. What is served there is not checked.
+    """
+
+    url: str  # as http://127.0.0.1:8000/v1
+    model: str
+    name: str = "openai"
+
+    def answers(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
+        """As in `Sampler`; here the seed of a row is the engine's to interpret.
+
+        Raises ValueError, one line, where the engine does not answer or not to what was asked.
+        """
+        with Endpoint("generate.url", self.url, retries=RETRIES) as engine:
+            return engine.map(partial(self._answer, engine), requests, at_once=self.batch_size)
+
+    async def _answer(self, engine: Endpoint, request: Request) -> dict[str, Any]:
+        """The answer to `request`, to its first end or the limit."""
+        prompt, limit, ends = list(request.prompt_ids), request.max_new_tokens, self.eos_token_ids
+        body = completion(prompt, request.sampling, limit=limit, seed=request.seed, row=request.row)
+        body |= {"model": self.model, "return_token_ids": True}
+        response = await engine.send(COMPLETIONS, body)
+        try:
+            choice = response.json()["choices"][0]
+            if choice.get("prompt_token_ids") not in (None, prompt):
+                raise engine.failure("changes prompts: they do not come back as they were sent")
+            if choice.get("token_ids") is None and choice["text"] is not None:
+                raise engine.failure(
+                    "returns text without token ids, of which nobody knows what was sampled: "
+                    "use an engine that returns ids (vLLM, SGLang)"
+                )
+            output = list(choice["token_ids"])
+            if choice.get("finish_reason") == "stop":
+                # The end itself may be left out. Which of several it was vLLM and SGLang say; where
+                # nobody does, none stands here rather than one that was not sampled.
+                stop = choice.get("stop_reason", choice.get("matched_stop"))
+                output += [stop] if stop in ends else list(ends) if len(ends) == 1 else []
+        except OTHERWISE as error:
+            raise engine.failure(f"answers with no completion ({error!r})") from error
+        length = next((n for n, token in enumerate(output, start=1) if token in ends), limit)
+        return {"output_ids": output[: min(length, limit)]}
 
 
 def proposals_of(rounds: Sequence[TraceRound]) -> tuple[list[int], list[bool]]:

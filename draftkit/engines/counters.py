@@ -20,7 +20,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from draftkit.config import SamplingConfig
-from draftkit.engines.endpoint import Endpoint
+from draftkit.endpoint import COMPLETIONS, Endpoint, completion
 
 VLLM, SGLANG, LLAMACPP = "vLLM", "SGLang", "llama.cpp"  # as draftkit.evaluation.engines has them
 TOKENS = {VLLM: "vllm:generation_tokens_total", SGLANG: "sglang:generation_tokens_total"}
@@ -46,18 +46,18 @@ class Answer:
 
 
 class Server:
-    """The server of `engine.url`. Raises ValueError, one line, for what it does not do.
+    """A server that counts. Raises ValueError, one line, for what it does not do.
 
-    gamma: proposals a pass, as its answers show; 0 where they show none.
+    It is asked once for each answer: who tries again counts twice. gamma: proposals a pass, as its
+    answers show; 0 where they show none.
     """
 
-    def __init__(self, url: str, *, key: str = "") -> None:
-        self.endpoint, self.gamma = Endpoint("engine.url", url, key=key), 0
-        self.ask, self.failure = self.endpoint.ask, self.endpoint.failure
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.ask, self.failure, self.gamma = endpoint.ask, endpoint.failure, 0
         counters = self.counters()
         self.engine = next((one for one, name in TOKENS.items() if name in counters), LLAMACPP)
         if self.engine == LLAMACPP:
-            if not (props := self.ask("GET", "/props", optional=True)).is_success:
+            if not (props := self.ask("/props", optional=True)).is_success:
                 raise self.failure(
                     f"has no /props of llama.cpp (status {props.status_code}), and no /metrics of "
                     "vLLM or SGLang (--enable-metrics)"
@@ -65,10 +65,7 @@ class Server:
         elif PASSES[self.engine] not in counters:
             raise self.failure("counts no speculative decoding: start it with the drafter")
         else:
-            self.model = self.ask("GET", "/v1/models").json()["data"][0]["id"]
-
-    def close(self) -> None:
-        self.endpoint.client.close()
+            self.model = endpoint.model()["id"]
 
     def answers(
         self, prompts: Sequence[Sequence[int]], *, sampling: SamplingConfig, limit: int, seed: int
@@ -76,14 +73,7 @@ class Server:
         """Continue each prompt by at most `limit` tokens, one after the other."""
         answer = self._timed if self.engine == LLAMACPP else self._counted
         made = [
-            answer(
-                {
-                    **{"prompt": list(prompt), "seed": (seed * 1_000_003 + row) % 2**31},
-                    **{"temperature": sampling.temperature, "top_p": sampling.top_p, "min_p": 0.0},
-                },
-                sampling,
-                limit,
-            )
+            answer(completion(prompt, sampling, limit=limit, seed=seed, row=row))
             for row, prompt in enumerate(prompts)
         ]
         if sum(one.passes for one in made) == 0:
@@ -105,26 +95,22 @@ class Server:
     def counters(self) -> dict[str, float]:
         """Counters and gauges by name and position, summed over the engines behind the server."""
         counters: dict[str, float] = {}
-        response = self.ask("GET", "/metrics", optional=True)
+        response = self.ask("/metrics", optional=True)
         families = text_string_to_metric_families(response.text) if response.is_success else ()
         for sample in (sample for family in families for sample in family.samples):
             name = sample.name + sample.labels.get("position", "")
             counters[name] = counters.get(name, 0.0) + sample.value
         return counters
 
-    def _counted(self, request: Mapping[str, Any], sampling: SamplingConfig, limit: int) -> Answer:
+    def _counted(self, body: Mapping[str, Any]) -> Answer:
         """One answer of vLLM or SGLang, between two readings of the counters."""
-        request = {
-            **{**request, "model": self.model, "max_tokens": limit, "top_k": sampling.top_k or -1},
-            **{"repetition_penalty": sampling.repetition_penalty, "presence_penalty": 0.0},
-            "frequency_penalty": 0.0,
-        }
-        before, started = self.counters(), time.perf_counter()
-        usage = self.ask("POST", "/v1/completions", json=request).json()["usage"]
-        seconds, tokens = time.perf_counter() - started, int(usage["completion_tokens"])
+        before = self.counters()
+        response = self.ask(COMPLETIONS, {**body, "model": self.model})
+        tokens = int(response.json()["usage"]["completion_tokens"])
+        latest = time.perf_counter() + COUNT_SECONDS
         gained: dict[str, int] = {}
         while gained.get(TOKENS[self.engine], 0) < tokens:  # they follow a moment later
-            if time.perf_counter() > started + seconds + COUNT_SECONDS:
+            if time.perf_counter() > latest:
                 raise self.failure("does not count its answers in /metrics")
             time.sleep(LOOK_SECONDS)
             after = self.counters()
@@ -134,25 +120,30 @@ class Server:
         passes = gained[PASSES[self.engine]]
         is_counted = self.engine == VLLM
         accepted = gained[f"{ACCEPTED}_total"] if is_counted else max(0, tokens - 1 - passes)
+        seconds = response.elapsed.total_seconds()
         return Answer(tokens=tokens, seconds=seconds, passes=passes, accepted=accepted)
 
-    def _timed(self, request: Mapping[str, Any], sampling: SamplingConfig, limit: int) -> Answer:
+    def _timed(self, body: Mapping[str, Any]) -> Answer:
         """One answer of llama-server. Each of its tokens that was no accepted proposal is of a pass
         of its own, the first one of the prompt's; an end of text cuts what a pass accepted."""
-        request = {
-            **{**request, "n_predict": limit, "top_k": sampling.top_k, "cache_prompt": False},
-            **{"repeat_penalty": sampling.repetition_penalty},
-            "repeat_last_n": len(request["prompt"]) + limit,  # all of the text
-            **{"typical_p": 1.0, "samplers": ["penalties", "temperature", "top_k", "top_p"]},
-        }
-        started = time.perf_counter()
-        made = self.ask("POST", "/completion", json=request).json()
-        seconds, timings = time.perf_counter() - started, made["timings"]
+        limit = body["max_tokens"]
+        response = self.ask(
+            "/completion",
+            {
+                **{key: body[key] for key in ("prompt", "seed", "temperature", "top_p", "min_p")},
+                **{"n_predict": limit, "top_k": max(body["top_k"], 0), "cache_prompt": False},
+                "repeat_penalty": body["repetition_penalty"],
+                "repeat_last_n": len(body["prompt"]) + limit,  # all of the text
+                **{"typical_p": 1.0, "samplers": ["penalties", "temperature", "top_k", "top_p"]},
+            },
+        )
+        made = response.json()
+        timings = made["timings"]
         tokens, accepted = int(timings["predicted_n"]), int(timings.get("draft_n_accepted", 0))
         drafted = int(timings.get("draft_n", 0))
         return Answer(
             tokens=tokens,
-            seconds=seconds,
+            seconds=response.elapsed.total_seconds(),
             passes=max(0, tokens - 1 - accepted) if drafted else 0,
             accepted=accepted,
             drafted=drafted,

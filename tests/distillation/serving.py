@@ -22,7 +22,7 @@ class Engine:
         self.failures = []  # states to answer with before all else
         self.body = None  # to answer with instead
         self.asked = []
-        self.keys = []
+        self.headers = []
         self.url = ""
         self._lock = threading.Lock()
 
@@ -65,12 +65,14 @@ def served(engine: Engine) -> Iterator[Engine]:
 
         def do_POST(self) -> None:
             content = self.rfile.read(int(self.headers["Content-Length"]))
-            engine.keys.append(self.headers.get("Authorization"))
+            engine.headers.append(self.headers)
             found = self.path == "/v1/completions"
             status, body = engine.answer(json.loads(content)) if found else (404, {})
             content = body if isinstance(body, bytes) else json.dumps(body).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(content)))
+            self.send_header("Location", self.path)  # read with a redirect alone
+            self.send_header("Retry-After-Ms", "1")  # read with a state that may pass alone
             self.end_headers()
             self.wfile.write(content)
 

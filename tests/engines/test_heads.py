@@ -4,7 +4,6 @@ Run by `pytest -m engines` after `make engines`; an engine that is not installed
 """
 
 import operator
-from contextlib import closing
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -17,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from draftkit.config import SamplingConfig
+from draftkit.endpoint import Endpoint
 from draftkit.engines.counters import Server
 from draftkit.evaluation.intervals import Estimate, estimate
 from draftkit.theory.acceptance import Rate
@@ -99,8 +99,8 @@ def seen(engine: str, name: str) -> Seen:
         ids = [greedy(client, engine, prompt) for prompt in prompts]
         if name == NOTHING:
             return Seen(ids, [], [])
-        with closing(Server(url)) as server:
-            answers = server.answers(prompts, sampling=GREEDY, limit=TOKENS, seed=0)
+        with Endpoint("engine.url", url) as endpoint:
+            answers = Server(endpoint).answers(prompts, sampling=GREEDY, limit=TOKENS, seed=0)
     return Seen(ids, [one.passes for one in answers], [one.accepted for one in answers])
 
 

@@ -1,0 +1,140 @@
+"""The client of servers that speak OpenAI's HTTP API: vLLM, SGLang, llama.cpp, draftkit.
+
+Requests go by the package `openai`, with OPENAI_API_KEY where that is set. No redirect is followed:
+it might carry the key and the prompts elsewhere.
+"""
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from json import JSONDecodeError
+from typing import Any, Self, TypeVar
+
+import httpx
+
+from draftkit.artifacts import first_line
+from draftkit.config import SamplingConfig
+
+TIMEOUT = httpx.Timeout(600.0, connect=10.0)
+COMPLETIONS = "/v1/completions"
+OTHERWISE = (JSONDecodeError, KeyError, IndexError, TypeError, AttributeError)  # of other answers
+
+Result = TypeVar("Result")
+
+
+async def _anonymous(request: httpx.Request) -> None:
+    """Leave out what the client tells of this machine, and of an account at OpenAI."""
+    for name in [*request.headers]:
+        if name.startswith(("x-stainless-", "openai-")):
+            del request.headers[name]
+
+
+class Endpoint:
+    """The server at `url`, with or without `/v1`, named by the setting `name`.
+
+    retries: of a request that gets no answer, or one of a state that may pass. Use it as a context.
+    Raises ValueError, one line, for what the server does not answer.
+    """
+
+    def __init__(self, name: str, url: str, *, retries: int = 0) -> None:
+        from openai import AsyncOpenAI  # takes half a second, of those alone who ask a server
+
+        self.name, self.url = name, url.rstrip("/").removesuffix("/v1")
+        self.runner = asyncio.Runner()
+        try:
+            self.client = AsyncOpenAI(
+                api_key=os.environ.get("OPENAI_API_KEY") or "none",  # the client wants a word
+                base_url=self.url,
+                max_retries=retries,
+                timeout=TIMEOUT,
+                http_client=httpx.AsyncClient(
+                    event_hooks={"request": [_anonymous]}, limits=httpx.Limits()
+                ),
+            )
+        except httpx.InvalidURL as error:
+            raise self.failure(f"is no address ({first_line(error)}): correct it") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self.runner:
+            self.runner.run(self.client.close())
+
+    async def send(
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        optional: bool = False,
+    ) -> httpx.Response:
+        """The response to a POST of `body`, or to a GET; `optional`: of whatever status."""
+        from openai import APIConnectionError, APIStatusError
+
+        try:
+            if body is None:
+                return await self.client.get(path, cast_to=httpx.Response)
+            options = {"headers": dict(headers or {})}
+            return await self.client.post(path, cast_to=httpx.Response, body=body, options=options)
+        except APIStatusError as error:
+            if optional:
+                return error.response
+            status, text = error.status_code, " ".join(error.response.text.split())[:200]
+            key = " (OPENAI_API_KEY is read for its key)" * (status in (401, 403))
+            raise self.failure(f"answers {path} by status {status}{key}: {text}") from error
+        except APIConnectionError as error:
+            reason = first_line(error.__cause__ or error)
+            advice = "start it there, or correct the address"
+            raise self.failure(f"does not answer ({reason}): {advice}") from error
+
+    def ask(
+        self, path: str, body: Mapping[str, Any] | None = None, *, optional: bool = False
+    ) -> httpx.Response:
+        """What `send` gives, for who has nothing else to do meanwhile."""
+        return self.runner.run(self.send(path, body, optional=optional))
+
+    def map(
+        self, answer: Callable[[Any], Awaitable[Result]], items: Iterable[Any], *, at_once: int
+    ) -> list[Result]:
+        """`answer` of each item, in order, of `at_once` at a time; the first refusal is raised."""
+
+        async def every() -> list[Result]:
+            slots = asyncio.Semaphore(at_once)
+
+            async def one(item: Any) -> Result:
+                async with slots:
+                    return await answer(item)
+
+            return await asyncio.gather(*map(one, items))
+
+        return self.runner.run(every())
+
+    def failure(self, reason: str) -> ValueError:
+        return ValueError(f"{self.name}: {self.url} {reason}")
+
+    def model(self) -> dict[str, Any]:
+        """What the server says of its model: `id` and `owned_by`."""
+        try:
+            return dict(self.ask("/v1/models").json()["data"][0])
+        except OTHERWISE as error:
+            raise self.failure("names no model at /v1/models") from error
+
+
+def completion(
+    prompt: Sequence[int], sampling: SamplingConfig, *, limit: int, seed: int, row: int
+) -> dict[str, Any]:
+    """The body of a completion of at most `limit` tokens, but for the model; rows of a run have
+    seeds of their own. Every setting is named: engines and models bring defaults of their own."""
+    return {
+        "prompt": list(prompt),
+        "max_tokens": limit,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "min_p": 0.0,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "seed": (seed * 1_000_003 + row) % 2**31,
+    }

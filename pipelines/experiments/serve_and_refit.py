@@ -14,7 +14,6 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain, cycle, islice
@@ -22,11 +21,10 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-import httpx
-
 from draftkit.artifacts import read_json
 from draftkit.config import DEFAULT_ROUTE, Config
 from draftkit.data.splits import read_splits
+from draftkit.endpoint import COMPLETIONS, Endpoint
 from draftkit.serving.intake import ROUTE_HEADER
 
 from ..command import main
@@ -52,8 +50,7 @@ DOMAINS = {DEFAULT_ROUTE: "prose", "code": "cpp"}  # whose prompts are sent, by 
 REQUESTS = 600  # of each route
 MAX_NEW_TOKENS = 64
 CLIENTS = 4  # that wait for their answers before they ask again
-CONNECTS = 9  # attempts to reach the server after the first, the last of them a minute apart
-ANSWER_SECONDS = 300.0  # the first answer comes when the models are loaded
+CONNECTS = 20  # attempts to reach the server after the first, within two minutes
 END_SECONDS = 60.0  # until a process that was told to stop must have
 STAGE = Stage(
     name="serve_and_refit",
@@ -93,10 +90,11 @@ def serve_and_refit(config: Config, folder: StageFolder) -> dict[str, Any]:
     clear_service(config, SERVER, STATE)
     serving = replace(config.serve, host="127.0.0.1", port=free_port("127.0.0.1"))
     both = replace(config, serve=serving, overwrite=False)
-    with running(serve, both) as server, client_of(serving.port) as client:
-        name = served_name(client)
+    endpoint = Endpoint("serve", f"http://127.0.0.1:{serving.port}", retries=CONNECTS)
+    with running(serve, both) as server, endpoint:
+        name = endpoint.model()["id"]
         with running(daemon, both) as refitting:
-            load = ask(client, name, requests)
+            load = ask(endpoint, name, requests)
             alive = {"server": server.is_alive(), "daemon": refitting.is_alive()}
     rows = served_rows(both, folder)
     for row in rows:
@@ -119,37 +117,20 @@ def requests_of(config: Config, texts: Path) -> list[tuple[str, Sequence[int]]]:
     return list(islice(chain.from_iterable(zip(*prompts, strict=True)), REQUESTS * len(routes)))
 
 
-def client_of(port: int, connects: int = CONNECTS) -> httpx.Client:
-    """A client that waits for a server to begin, and to load its models."""
-    url, transport = f"http://127.0.0.1:{port}", httpx.HTTPTransport(retries=connects)
-    return httpx.Client(base_url=url, transport=transport, timeout=ANSWER_SECONDS)
-
-
-def served_name(client: httpx.Client) -> str:
-    """What the server calls its model. Raises ValueError where none answers."""
-    try:
-        return client.get("/v1/models").json()["data"][0]["id"]
-    except httpx.TransportError as error:
-        raise ValueError("the server did not start: see its message above") from error
-
-
 def ask(
-    client: httpx.Client, model: str, requests: Sequence[tuple[str, Sequence[int]]]
+    server: Endpoint, model: str, requests: Sequence[tuple[str, Sequence[int]]]
 ) -> dict[str, Any]:
     """Send all requests, `CLIENTS` at a time; how many were answered, and how fast."""
 
-    def one(request: tuple[str, Sequence[int]]) -> tuple[float, int]:
+    async def one(request: tuple[str, Sequence[int]]) -> tuple[float, int]:
         """Seconds of a request, and the tokens of its answer."""
         route, prompt = request
         body = {"model": model, "prompt": list(prompt), "max_tokens": MAX_NEW_TOKENS}
-        started = time.perf_counter()
-        answer = client.post("/v1/completions", json=body, headers={ROUTE_HEADER: route})
-        answer.raise_for_status()
-        return time.perf_counter() - started, answer.json()["usage"]["completion_tokens"]
+        answer = await server.send(COMPLETIONS, body, headers={ROUTE_HEADER: route})
+        return answer.elapsed.total_seconds(), answer.json()["usage"]["completion_tokens"]
 
     started = time.perf_counter()
-    with ThreadPoolExecutor(CLIENTS) as clients:
-        seconds, tokens = zip(*clients.map(one, requests), strict=True)
+    seconds, tokens = zip(*server.map(one, requests, at_once=CLIENTS), strict=True)
     return {
         "requests": len(seconds),
         "tokens": sum(tokens),

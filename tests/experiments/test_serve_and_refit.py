@@ -15,16 +15,16 @@ import pytest
 
 from draftkit.artifacts import read_json, write_json
 from draftkit.config import Config
+from draftkit.endpoint import Endpoint
 from draftkit.online.buffer import Served
 from pipelines.command import launch
 from pipelines.configuration import compose_config
 from pipelines.experiments import serve_and_refit
 from pipelines.experiments.serve_and_refit import (
+    MAX_NEW_TOKENS,
     STAGE,
-    client_of,
-    free_port,
+    ask,
     requests_of,
-    served_name,
 )
 from pipelines.plan import TEXTS
 from pipelines.product import plan
@@ -35,6 +35,7 @@ from pipelines.stage import ensure
 from tests.online.traffic import entry, stored
 from tests.pairs import paths, save_pairs
 from tests.services import buffer_of, seeded_registry
+from tests.serving.fakes import FakeEngine, serving
 from tests.smoke import splits_of
 from tests.test_online import BARE, SMALL, composed, ended, fork
 
@@ -117,12 +118,13 @@ def test_requests_of_routes_take_turns_and_another_route_is_refused(
         launch(STAGE, other)
 
 
-def test_a_server_that_does_not_start_is_one_line() -> None:
-    with (
-        client_of(free_port("127.0.0.1"), connects=0) as client,
-        pytest.raises(ValueError, match=r"^the server did not start: see its message above$"),
-    ):
-        served_name(client)
+def test_every_request_goes_by_its_route_and_all_are_counted() -> None:
+    engine = FakeEngine()
+    with serving(engine) as address, Endpoint("serve", f"http://{address}") as server:
+        load = ask(server, server.model()["id"], [("default", [5, 6]), ("code", [7])] * 3)
+    assert sorted(job.route for job in engine.jobs) == ["code"] * 3 + ["default"] * 3
+    assert (load["requests"], load["tokens"]) == (6, 6 * MAX_NEW_TOKENS)
+    assert 0 < load["median_seconds"] <= load["slowest_seconds"]
 
 
 @pytest.fixture
@@ -156,8 +158,8 @@ def begun(config: Config, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         yield SimpleNamespace(is_alive=lambda: True)
 
     monkeypatch.setattr(serve_and_refit, "running", running)
-    monkeypatch.setattr(serve_and_refit, "served_name", lambda client: "model")
-    monkeypatch.setattr(serve_and_refit, "ask", lambda client, model, requests: {"requests": 3})
+    monkeypatch.setattr(Endpoint, "model", lambda self: {"id": "model"})
+    monkeypatch.setattr(serve_and_refit, "ask", lambda server, model, requests: {"requests": 3})
     monkeypatch.setattr(serve_and_refit, "requests_of", lambda config, texts: [])
     return names
 

@@ -5,15 +5,15 @@ and no folder. A composed configuration that has an unknown key (Hydra lets `+se
 add one), a value still to be given or a value out of range never leaves it. A choice marks a value
 that must be given by an empty text: Hydra drops `???` in a group that has a schema.
 
-`sampling.from` is known here alone, as no field of Python can be called so: a `Config` holds the
-sampling that came out, whatever it came from. The other keys of `sampling` are null until they are
-set, so that a value that was set beside the model's differs from a default.
+A `Config` holds the sampling that came out, wherever `sampling.from` took it from. The other keys
+of `sampling` are null until they are set, so that a value that was set beside the model's differs
+from a default.
 """
 
 import difflib
 import re
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,17 +31,20 @@ from draftkit.config import (
     DIVERGENCE_NAMES,
     MAPPINGS,
     MIXTURE,
-    SAMPLING_FROM_NAMES,
+    SAMPLING_FROM,
     SOURCE_NAMES,
     Config,
     SamplingConfig,
+    check_value,
     flatten,
+    known_settings,
 )
 from draftkit.distillation.ranks import is_first
 
 CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
 COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, YAMLError)
 SAMPLING, FROM = "sampling", "from"
+TEXTS = (str, str | None, list[str])  # types of settings whose value is read as it was typed
 OVERRIDE = re.compile(r"[^-].*=|~")  # a word that is neither an option nor its value
 # What the name of a sweep's job leaves out, and what the folder of the jobs is called after.
 UNNAMED = "hydra.job.config.override_dirname.exclude_keys"
@@ -58,7 +61,7 @@ def register_schema() -> None:
     In YAML `${by_device:A,B}` is A on a GPU and B on a CPU.
     """
     store = ConfigStore.instance()
-    unset = {FROM: SAMPLING_FROM_NAMES[0], **dict.fromkeys(vars(SamplingConfig()))}
+    unset = {FROM: SAMPLING_FROM.default, **dict.fromkeys(vars(SamplingConfig()))}
     store.store(name="schema", node={**vars(Config()), SAMPLING: unset})
     for group, names in NAMED.items():
         for name in names:
@@ -76,25 +79,6 @@ def _by_device(on_gpu: Any, on_cpu: Any, *, _root_: DictConfig) -> Any:
     )
 
 
-def known_settings() -> list[str]:
-    """Every setting by its dotted key."""
-    return [*flatten(Config()), f"{SAMPLING}.{FROM}"]
-
-
-@cache
-def texts() -> set[str]:
-    """The settings, by dotted keys, that are text or lists of it."""
-    sections = {one.name: one.type for one in fields(Config)}
-    texts: set[str] = set()
-    while sections:
-        key, kind = sections.popitem()
-        if is_dataclass(kind):
-            sections |= {f"{key}.{one.name}": one.type for one in fields(kind)}
-        elif kind in (str, str | None, list[str]):
-            texts.add(key)
-    return texts
-
-
 def groups() -> list[str]:
     return sorted([*NAMED, *(path.name for path in CONF_DIR.iterdir() if path.is_dir())])
 
@@ -110,7 +94,7 @@ def _did_you_mean(wrong: str, known: list[str]) -> str:
 
 def _unknown_key(key: str) -> str:
     hint = _did_you_mean(key, [*groups(), *known_settings()])
-    return f"there is no setting {key}{hint or ': `--cfg job` lists all settings'}"
+    return f"there is no setting {key}{hint or ': `draftkit settings` lists all'}"
 
 
 def to_config(composed: DictConfig) -> Config:
@@ -131,10 +115,8 @@ def to_config(composed: DictConfig) -> Config:
         wanted = " ".join(f"{key}=..." for key in missing)
         raise ValueError(f"{', '.join(missing)} must be given: add {wanted}")
     given = {key: value for key, value in content[SAMPLING].items() if value is not None}
-    origin = given.pop(FROM, SAMPLING_FROM_NAMES[0])
-    if origin not in SAMPLING_FROM_NAMES:
-        choices = ", ".join(SAMPLING_FROM_NAMES)
-        raise ValueError(f"{SAMPLING}.{FROM} must be one of {choices}, got {origin!r}")
+    origin = given.pop(FROM, SAMPLING_FROM.default)
+    check_value(f"{SAMPLING}.{FROM}", SAMPLING_FROM, origin)
     typed = OmegaConf.merge(OmegaConf.structured(Config), {**composed, SAMPLING: given})
     config = OmegaConf.to_object(typed)
     assert isinstance(config, Config)
@@ -187,10 +169,11 @@ def _as_typed(word: str, *, swept: bool) -> str:
     In a list, and in what a sweep goes through, such entries get quotes of their own.
     """
     key, equals, value = word.partition("=")
-    setting = key.lstrip("+")
-    known = setting in known_settings() or setting.startswith(MAPPINGS)
-    text = setting in texts() or setting.startswith("certify.")
-    if not equals or not known or _is_read(word, text=text, swept=swept):
+    setting, known = key.lstrip("+"), known_settings()
+    kind = known[setting].type if setting in known else None
+    text = kind in TEXTS or setting.startswith("certify.")
+    unknown = kind is None and not setting.startswith(MAPPINGS)
+    if not equals or unknown or _is_read(word, text=text, swept=swept):
         return word
     listed = value.startswith("[") and value.endswith("]")
     entries = value.strip("[]").split(",") if listed or swept else [value]

@@ -23,7 +23,7 @@ def given_model(key: str, config: Config) -> list[Product]:
 def carries_scores(config: Config) -> bool:
     """Whether rollouts carry the target's most likely ids, which it has in its hands."""
     options = config.generate
-    return bool(options.top_k) and not options.by_engine and config.source.name == "target"
+    return bool(options.top_k) and not options.url and config.source.name == "target"
 
 
 def keeps_ids_of_rollouts(config: Config) -> bool:
@@ -95,7 +95,7 @@ GENERATE = Stage(
     name="generate",
     reads=("seed", "data", "sampling", *ROLLOUTS),
     derived={
-        "by_engine": lambda config: config.generate.by_engine or None,
+        "by_engine": lambda config: config.generate.url is not None or None,
         "top_k": lambda config: config.generate.top_k if carries_scores(config) else None,
     },
     inputs=(TEXTS, TARGET_MODEL),

@@ -68,7 +68,7 @@ def stage_bytes(config: Config, *, here: bool = True) -> dict[str, float]:
     cold = held + FLOAT32 * draft if config.draft.is_head else held
     return {
         "prepare": cold if config.draft.is_untrained else TRAINED * draft,
-        "generate": 0 if config.generate.by_engine else held,
+        "generate": held if config.generate.url is None else 0,
         "contexts": held,
         "scores": held,
         "train": learning + (0 if config.generate.top_k else held),

@@ -239,7 +239,8 @@ def script(tmp_path: Path) -> dict[str, str]:
 def test_help_shows_how_the_command_is_used(command: Command, toy: Toy) -> None:
     code, out, _ = command("--help")
     assert code == 0
-    for part in ("draftkit down +experiment=NAME", "quickstart", "forward_kl", "-m"):
+    usage, groups = ("draftkit down +experiment=NAME", "-m"), ("quickstart", "forward_kl")
+    for part in (*usage, *groups, "draftkit settings"):
         assert part in out
     assert toy.runs == []
 

@@ -1,30 +1,64 @@
 """Names that settings and code share, and what refuses a value by the key that was typed.
 
-A bound stands beside its default, as the metadata of the field.
+Beside the default of a setting stands, as the metadata of its field, a `Rule`: its meaning and its
+bounds. `draftkit settings` prints them, and a refusal says them.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection
+from copy import copy
+from dataclasses import Field, dataclass, field, fields
 from types import NoneType
 from typing import Any, ClassVar, get_args, get_origin
 
-DIVERGENCE_NAMES = ("forward_kl", "reverse_kl", "jsd", "tvd", "neg_log_alpha", "lk_hybrid")
-DIVERGENCE_NAMES += ("ce_argmax", "next_token")
-MIXTURE = "mixture"  # a weighted sum of divergences
-SOURCE_NAMES = ("fixed", "target", "draft", "mix", "block", "replay")
-TYPICAL = "typical"  # the verification that is lossy
-VERIFICATION_NAMES = ("speculative", "block", "match", TYPICAL)
-DRAFTED_NAMES = ("sampled", "argmax", "hybrid", "staged")  # proposers with a drafter
+DIVERGENCE_NAMES = {
+    "forward_kl": "KL(target || draft): covers everything that the target may say",
+    "reverse_kl": "KL(draft || target): avoids what the target would not say",
+    "jsd": "generalised Jensen-Shannon",
+    "tvd": "total variation, which is 1 - alpha; its gradient vanishes at low overlap",
+    "neg_log_alpha": "-log alpha, whose gradient does not vanish",
+    "lk_hybrid": "KL that turns into TVD as alpha grows",
+    "ce_argmax": "cross-entropy to the target's likeliest token: for greedy serving, and for "
+    "decode.proposer=argmax",
+    "next_token": "plain training on the tokens themselves, the control",
+}
+MIXTURE = "mixture"
+SOURCE_NAMES = {
+    "fixed": "the data's own completions",
+    "target": "the target's rollouts of the prompts, made once and shared",
+    "draft": "samples of the current draft, on its policy",
+    "mix": "samples of the current draft, among texts of source.other",
+    "block": "what a server sees: decode.gamma tokens of the draft after a piece of a rollout",
+    "replay": "texts of speculative decoding, which know where a proposal was refused",
+}
+VERIFICATION_NAMES = {
+    "speculative": "token by token: a proposal x is accepted with min(1, p(x) / q(x))",
+    "block": "a whole chain at once, which accepts no fewer",
+    "match": "a proposal is accepted where it equals the target's own sample",
+    "typical": "lossy: keeps what the target might have said (Medusa); never deployed",
+}
+*_, TYPICAL = VERIFICATION_NAMES
+DRAFTED_NAMES = {  # proposers with a drafter
+    "sampled": "the draft, sampled as the target is served",
+    "argmax": "the draft's likeliest token",
+    "hybrid": "prompt lookup where it has a match, else the draft",
+    "staged": "the draft, which decodes speculatively in turn",
+}
 TREE_NAMES = ("sampled", "argmax")  # those that propose trees too
-COUNTING_NAMES = ("unigram", "bigram", "ngram")  # proposers that count the training text
-PROPOSER_NAMES = (*DRAFTED_NAMES, *COUNTING_NAMES, "prompt_lookup", "none")
+COUNTING_NAMES = {  # proposers that count the training text
+    "unigram": "tokens of the training text, as often as it has them",
+    "bigram": "what follows the last token in the training text, as often",
+    "ngram": "what followed the last few tokens in the training text",
+}
+PROPOSER_NAMES = DRAFTED_NAMES | COUNTING_NAMES
+PROPOSER_NAMES |= {"prompt_lookup": "copies from the text so far", "none": "nobody: gamma is 0"}
 DTYPE_NAMES = ("float32", "bfloat16")
-TRACKER_NAMES = ("offline", "online", "disabled", "none")
 DOMAIN_NAMES = ("python", "prose", "cpp")
-REFUSE, NEVER = "refuse", "never"  # of `draft.extra_tokens`; the default first
-SAMPLING_FROM_NAMES = ("config", "model")  # the default first
+EXTRA_NAMES = {"refuse": "is refused", "never": "is taken, and never proposes them"}
+REFUSE, NEVER = EXTRA_NAMES
+DIVISOR = "[0.001, inf)"  # of logits, which float32 must hold
 KINDS: dict[Any, str] = {int: "a whole number", float: "a number", str: "text"}
 KINDS |= {bool: "true or false", NoneType: "null", list: "a list", dict: "a mapping"}
+KINDS |= {Any: "a number or a list of them"}  # `draft.shrink.layers`, which Hydra has no type for
 
 
 def require(condition: bool, key: str, rule: str, value: object) -> None:
@@ -33,63 +67,55 @@ def require(condition: bool, key: str, rule: str, value: object) -> None:
         raise ValueError(f"{key} must {rule}, got {value!r}")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Rule:
-    """What a value, or every entry of a list, must keep to; null always does."""
+    """What a setting means, and what its value (not null), or every entry of a list, keeps to."""
 
-    least: float | None = None
-    above: float | None = None
-    most: float | None = None
-    below: float | None = None
-    names: Sequence[str] = ()
-    zero: bool = False  # 0 is allowed beside the bounds
+    says: str
+    interval: str = ""  # as "(0, 1]"
+    names: Collection[str] = ()  # or each with what it means
+    also: float | str | None = None  # what is allowed beside the interval
     filled: bool = False  # a list: at least one entry
-    word: str = ""  # that may stand for a number
-    hint: str = ""  # behind the rule, in the message
 
     def fits(self, value: Any) -> bool:
-        """Whether `value` lies within all bounds."""
-        if self.word and isinstance(value, str):
-            return value == self.word
-        return (self.zero and value == 0) or (
-            (not self.names or value in self.names)
-            and (self.least is None or value >= self.least)
-            and (self.above is None or value > self.above)
-            and (self.most is None or value <= self.most)
-            and (self.below is None or value < self.below)
-        )
+        """Whether `value` is one of the names, or lies in the interval."""
+        if self.names or not self.interval:
+            return not self.names or value in self.names
+        if value == self.also or isinstance(value, str):
+            return value == self.also
+        low, high = map(float, self.interval[1:-1].split(", "))
+        ends = "[" * (value == low) + "]" * (value == high)
+        return low < value < high or bool(ends and ends in self.interval)
 
-    def __str__(self) -> str:
+    @property
+    def bounds(self) -> str:
+        """In words what a value must be; empty where the type alone says it."""
+        low = self.interval[1:].removesuffix(", inf)")
         if self.names:
-            text = f"be one of {', '.join(self.names)}"
-        elif isinstance(self.most, int) and self.most > 1:
-            text = f"lie in {self.least}..{self.most}"
-        elif self.most is not None or self.below is not None:
-            left = f"({self.above:g}" if self.least is None else f"[{self.least:g}"
-            right = f"{self.below:g})" if self.most is None else f"{self.most:g}]"
-            text = f"lie in {left}, {right}"
+            text = f"one of {', '.join(self.names)}"
+        elif self.interval.endswith("inf)"):
+            text = "positive" if self.interval[0] == "(" else f"at least {low}"
         else:
-            text = "be positive" if self.least is None else f"be at least {self.least:g}"
-        text = text.replace("be", "be 0 (greedy) or", 1) if self.zero else text
-        return text + (f", or be {self.word}" if self.word else "") + self.hint
+            text = f"in {self.interval}" if self.interval else ""
+        return text if self.also is None else f"{text}, or {self.also}"
 
 
-def setting(default: Any, **rule: Any) -> Any:
-    """A field of a section with its `Rule`."""
-    metadata = {"rule": Rule(**rule)}
-    if isinstance(default, list | tuple):
-        return field(default_factory=lambda: list(default), metadata=metadata)
+def setting(default: Any, says: str, interval: str = "", **rule: Any) -> Any:
+    """A field of a section: its default, what it means, and the rest of its `Rule`."""
+    metadata = {"rule": Rule(says, interval, **rule)}
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: copy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-def temperature(default: Any, *, greedy: bool = True) -> Any:
-    """A field by which logits are divided, which float32 must hold; or 0 where that is greedy."""
-    return setting(default, least=1e-3, zero=greedy)
+def choice(default: str, says: str, **names: str) -> Any:
+    """A field that is one of `names`, each of which means what it is given."""
+    return setting(default, says, names=names)
 
 
-def positive(default: Any) -> Any:
+def positive(default: Any, says: str) -> Any:
     """A field that is above 0, or null."""
-    return setting(default, above=0)
+    return setting(default, says, "(0, inf)")
 
 
 def is_of(value: Any, kind: Any) -> bool:
@@ -114,6 +140,25 @@ def kind_name(kind: Any) -> str:
     return " or ".join(map(kind_name, get_args(kind))) or KINDS.get(kind, f"a {kind.__name__}")
 
 
+def limits(one: Field[Any]) -> str:
+    """What a setting may be, in words: its bounds, or its type."""
+    bounds, null = one.metadata["rule"].bounds, NoneType in get_args(one.type)
+    return f"{bounds}, or null" if bounds and null else bounds or kind_name(one.type)
+
+
+def check_value(key: str, one: Field[Any], value: Any) -> None:
+    """Raise ValueError, naming `key`, unless `value` is of its type and keeps to its rule."""
+    rule: Rule | None = one.metadata.get("rule")
+    require(is_of(value, one.type), key, f"be {kind_name(one.type)}", value)
+    if rule is None or value is None:
+        return
+    entries = value if isinstance(value, list) else [value]
+    require(bool(entries) or not rule.filled, key, "name at least one", value)
+    for entry in entries:
+        if not rule.fits(entry):
+            raise ValueError(f"{key} must be {rule.bounds}, got {entry!r} ({rule.says})")
+
+
 class Section:
     """A part of the configuration, checked where it is made."""
 
@@ -125,15 +170,7 @@ class Section:
     def __post_init__(self) -> None:
         section: Any = self  # a dataclass, as all its kinds are
         for one in fields(section):
-            rule, value = one.metadata.get("rule"), getattr(self, one.name)
-            name = f"{self.key}.{one.name}".lstrip(".")
-            require(is_of(value, one.type), name, f"be {kind_name(one.type)}", value)
-            if rule is None or value is None:
-                continue
-            entries = value if isinstance(value, list) else [value]
-            require(bool(entries) or not rule.filled, name, "name at least one", value)
-            for entry in entries:
-                require(rule.fits(entry), name, str(rule), entry)
+            check_value(f"{self.key}.{one.name}".lstrip("."), one, getattr(self, one.name))
 
     def require(self, condition: bool, name: str, rule: str) -> None:
         """Raise ValueError naming the field `name` unless `condition` holds."""

@@ -1,17 +1,21 @@
 """A whole experiment: all sections together, and where it runs and reports."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, is_dataclass, replace
-from typing import Any
+from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
+from typing import Any, get_origin
 
-from draftkit.config.choices import DTYPE_NAMES, TRACKER_NAMES, Section, positive, require, setting
+from draftkit.config.choices import DTYPE_NAMES, Section, positive, require, setting
 from draftkit.config.measuring import DecodeConfig, EngineConfig, EvaluateConfig, ExportConfig
 from draftkit.config.service import OnlineConfig, ServeConfig
-from draftkit.config.text import DataConfig, DraftConfig, SamplingConfig, TargetConfig
+from draftkit.config.text import (
+    SAMPLING_FROM,
+    DataConfig,
+    DraftConfig,
+    SamplingConfig,
+    TargetConfig,
+)
 from draftkit.config.training import DivergenceConfig, GenerateConfig, OptimConfig, SourceConfig
 
-# Settings with keys of their own.
-MAPPINGS = ("data.template_options", "divergence.mixture", "certify")
 SERVERS = ("with", "without")  # a drafter: the keys of `certify`
 MOST_SEED = 2**32 - 1  # with the number of an epoch beside it, a seed still is one of 64 bits
 
@@ -20,30 +24,36 @@ MOST_SEED = 2**32 - 1  # with the number of an epoch beside it, a seed still is 
 class HardwareConfig(Section, key="hardware"):
     """Where and in which precision models run; never part of a stage's identity."""
 
-    device: str = setting("auto", names=("auto", "cpu", "cuda"))
-    # auto: bfloat16 where the hardware computes it, else float32
-    dtype: str = setting("auto", names=("auto", *DTYPE_NAMES))
-    threads: int | None = positive(None)
-    shard_target: bool = False  # several processes: each holds a part of the target's layers
+    device: str = setting("auto", "auto: a GPU where there is one", names=("auto", "cpu", "cuda"))
+    dtype: str = setting(
+        "auto", "precision; auto: bfloat16 where it is computed", names=("auto", *DTYPE_NAMES)
+    )
+    threads: int | None = positive(None, "of the CPU; null: as torch chooses")
+    shard_target: bool = setting(False, "of several processes each holds a part of the target")
 
 
 @dataclass(kw_only=True)
 class Config(Section, key=""):
-    """A whole experiment."""
+    """What is run, and where its results lie."""
 
-    name: str = "default"
-    root: str = "outputs"
-    seed: int = setting(0, least=0, most=MOST_SEED)
-    overwrite: bool = False
-    plan: bool = False  # print what would be done, and stop
-    # Run so many batches of each stage, project what the whole takes, and stop.
-    limit: int | None = positive(None)
-    job: str | None = None  # the job of a sweep, set by the command
-    runs: list[str] = field(default_factory=list)  # folders that `compare` sets side by side
-    # Two servers of the target, whose answers `evaluate` compares instead of judging a drafter.
-    certify: dict[str, str] = field(default_factory=dict)
-    # Weights & Biases beside the JSONL that is always written; `none` does not import wandb.
-    tracker: str = setting("offline", names=TRACKER_NAMES)
+    name: str = setting("default", "of the experiment, and of its folder in `root`")
+    root: str = setting("outputs", "folder of all results")
+    seed: int = setting(0, "of all that is drawn", f"[0, {MOST_SEED}]")
+    overwrite: bool = setting(False, "make the stage anew, though it is complete")
+    plan: bool = setting(False, "print what would be done, and stop")
+    limit: int | None = positive(
+        None, "run so many batches of each stage, project what the whole takes, and stop"
+    )
+    job: str | None = setting(None, "the job of a sweep, set by the command")
+    runs: list[str] = setting([], "folders or wandb:PROJECT/GROUP, for `compare`")
+    certify: dict[str, str] = setting(
+        {}, "two servers, {with: URL, without: URL}: `evaluate` compares their answers, and no more"
+    )
+    tracker: str = setting(
+        "offline",
+        "mode of Weights & Biases, beside the files that are always written; none: not imported",
+        names=("offline", "online", "disabled", "none"),
+    )
     target: TargetConfig = field(default_factory=TargetConfig)
     draft: DraftConfig = field(default_factory=DraftConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -76,11 +86,8 @@ class Config(Section, key=""):
         require(not self.certify or (two and web), "certify", rule, self.certify)
         layers, rule = self.draft.shrink.layers, "be 0 where draft.path names the drafter"
         require(self.draft.path is None or not layers, "draft.shrink.layers", rule, layers)
-        self.data.require(
-            self.data.path is not None,
-            "path",
-            f"name a file or data set when data={self.data.name}",
-        )
+        rule = f"name a file or data set when data={self.data.name}"
+        self.data.require(self.data.path is not None, "path", rule)
 
     @property
     def proposals(self) -> int:
@@ -98,13 +105,31 @@ class Config(Section, key=""):
         if self.divergence.temperature is not None:
             return self.divergence.temperature
         if self.sampling.temperature == 0:
-            require(
-                self.divergence.name in ("ce_argmax", "next_token"),
-                "divergence",
-                "be ce_argmax (or set divergence.temperature=1) when sampling.temperature=0",
-                self.divergence.name,
-            )
+            name = self.divergence.name
+            rule = "be ce_argmax (or set divergence.temperature=1) when sampling.temperature=0"
+            require(name in ("ce_argmax", "next_token"), "divergence", rule, name)
         return self.sampling.temperature or 1.0
+
+
+def sections(section: Any = Config) -> list[Any]:
+    """The class `section` and those of all sections below it, in order."""
+    below = [one.type for one in fields(section) if is_dataclass(one.type)]
+    return [section, *(deep for one in below for deep in sections(one))]
+
+
+def known_settings() -> dict[str, Field[Any]]:
+    """Every setting of a command by its dotted key, in order."""
+    leaves = {
+        f"{section.key}.{one.name}".lstrip("."): one
+        for section in sections()
+        for one in fields(section)
+        if not is_dataclass(one.type)
+    }
+    return leaves | {"sampling.from": SAMPLING_FROM}
+
+
+# Settings with keys of their own.
+MAPPINGS = tuple(key for key, one in known_settings().items() if get_origin(one.type) is dict)
 
 
 def with_sections(config: Config, sections: Mapping[str, Any]) -> Config:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from draftkit.config.choices import (
+    DIVISOR,
     DRAFTED_NAMES,
     DTYPE_NAMES,
     PROPOSER_NAMES,
@@ -10,9 +11,9 @@ from draftkit.config.choices import (
     TYPICAL,
     VERIFICATION_NAMES,
     Section,
+    choice,
     positive,
     setting,
-    temperature,
 )
 
 UNMEASURED_GAMMA = 4
@@ -22,23 +23,27 @@ UNMEASURED_GAMMA = 4
 class DecodeConfig(Section, key="decode"):
     """Speculative decoding: tokens proposed per round, how they are verified, and by what code."""
 
-    # auto: `evaluate` finds the number that pays most, on other prompts than those that it times;
-    # where nothing is measured it is 4, or what a parallel drafter is trained for.
-    gamma: int | str = setting(4, least=0, most=32, word="auto")
-    # Who proposes: the draft (`sampled` as the target is served, or its `argmax`; `hybrid`: prompt
-    # lookup where it has a match; `staged`: the draft decodes speculatively in turn), counts of the
-    # training text (`unigram`, `bigram`, `ngram`), `prompt_lookup`, or `none`: gamma is 0.
-    proposer: str = setting("sampled", names=PROPOSER_NAMES)
-    # typical is lossy: it keeps what the target might have said (Medusa), and is never deployed.
-    verification: str = setting("speculative", names=VERIFICATION_NAMES)
-    typical_epsilon: float = setting(0.09, above=0, most=1.0)
-    # Nodes of a tree of proposals, as many of them in a path as gamma says; 0: a chain. A tree is
-    # verified by the target's own samples (`match`), or typically.
-    tree: int = setting(0, least=0, most=64)
-    # captured: CUDA graphs of eager code, ready at once, where compiling takes its time for every
-    # shape of a round (without CUDA: false). auto: a server on CUDA captures and one on a CPU does
-    # neither; compiled wherever decoding itself is what is measured.
-    compile: str = setting("auto", names=("auto", "true", "false", "captured"))
+    gamma: int | str = setting(
+        4,
+        "tokens proposed a round (K); auto: `evaluate` finds what pays most, else 4, "
+        "or what a parallel drafter learned",
+        "[0, 32]",
+        also="auto",
+    )
+    proposer: str = choice("sampled", "who proposes", **PROPOSER_NAMES)
+    verification: str = choice("speculative", "what is accepted", **VERIFICATION_NAMES)
+    typical_epsilon: float = setting(0.09, "epsilon of verification=typical", "(0, 1]")
+    tree: int = setting(
+        0, "nodes of a tree of proposals, gamma deep (not with block); 0: a chain", "[0, 64]"
+    )
+    compile: str = choice(
+        "auto",
+        "the code of a round",
+        auto="compiled where decoding is measured; a server on CUDA captures, on a CPU is eager",
+        true="compiled, which takes its time for every shape",
+        false="eager",
+        captured="CUDA graphs of eager code, ready at once; without CUDA eager",
+    )
 
     def __post_init__(self) -> None:
         self.compile = str(self.compile).lower()  # YAML reads true and false as booleans
@@ -71,37 +76,36 @@ class DecodeConfig(Section, key="decode"):
         """Whether a draft model has a part in what is proposed."""
         return self.proposer in DRAFTED_NAMES
 
-    @property
-    def compiles(self) -> bool:
-        """Whether code is compiled where decoding itself is what is measured."""
-        return self.compile in ("auto", "true")
-
-    @property
-    def captures(self) -> bool:
-        """Whether eager code is captured there instead."""
-        return self.compile == "captured"
-
 
 @dataclass(kw_only=True)
 class EvaluateConfig(Section, key="evaluate"):
     """Held-out prompts, context length and timing effort."""
 
-    # trained: what `distill` made; given: `draft.path` itself
-    draft: str = setting("trained", names=("trained", "given"))
-    temperatures: list[float] | None = temperature(None)  # null: the served one
-    prompts: int = positive(96)
-    max_new_tokens: int = positive(256)
-    batch_size: int = positive(32)
-    # Of the selection in `distill`; the first of them calibrate.
-    validation_prompts: int = positive(48)
-    # A verdict needs 20 documents of them, or 20 batches where rows are decoded together. Timing
-    # ends sooner after so many minutes for each temperature.
-    timing_prompts: int = positive(192)
-    timing_minutes: float = positive(10.0)
-    timing_batch_size: int = positive(1)
-    # The identity check: in float32, which is the sharper; in the dtype that is served, which takes
-    # no memory beyond; auto: float32 where it fits.
-    lossless: str = setting("auto", names=("auto", "float32", "served", "off"))
+    draft: str = choice(
+        "trained", "what is judged", trained="what `distill` made", given="draft.path itself"
+    )
+    temperatures: list[float] | None = setting(
+        None, "a list of those to judge at; null: the served one", DIVISOR, also=0
+    )
+    prompts: int = positive(96, "test prompts on which alpha is measured")
+    max_new_tokens: int = positive(256, "longest answer")
+    batch_size: int = positive(32, "rows at a time where nothing is timed")
+    validation_prompts: int = positive(
+        48, "prompts of validation, to select by in `distill`; the first of them calibrate"
+    )
+    timing_prompts: int = positive(
+        192, "test prompts that are timed; a verdict needs 20 documents, or batches, of them"
+    )
+    timing_minutes: float = positive(10.0, "minutes a temperature, after which timing ends")
+    timing_batch_size: int = positive(1, "rows decoded together while they are timed")
+    lossless: str = choice(
+        "auto",
+        "precision in which greedy answers are compared with the target's own",
+        auto="float32 where it fits",
+        float32="the sharper one",
+        served="the served one, which takes no memory beyond",
+        off="not compared",
+    )
 
     def __post_init__(self) -> None:
         if str(self.lossless).lower() == "false":
@@ -113,13 +117,16 @@ class EvaluateConfig(Section, key="evaluate"):
 class ExportConfig(Section, key="export"):
     """A drafter for other engines: a plain folder, and how each loads and starts it."""
 
-    # Of the plain folder; null: as the drafter is stored. Engines load it in the target's.
-    dtype: str | None = setting(None, names=DTYPE_NAMES)
-    push_to_hub: str | None = None  # ORG/NAME: the plain folder is also uploaded there
+    dtype: str | None = setting(
+        None, "of the plain folder; null: as stored (engines use the target's)", names=DTYPE_NAMES
+    )
+    push_to_hub: str | None = setting(
+        None, "ORG/NAME on the hub, where the plain folder is also uploaded"
+    )
 
 
 @dataclass(kw_only=True)
 class EngineConfig(Section, key="engine"):
     """A server of vLLM, SGLang or llama.cpp that runs with the drafter, and has no other client."""
 
-    url: str | None = None  # as http://127.0.0.1:8000
+    url: str | None = setting(None, "its address, as http://127.0.0.1:8000")

@@ -5,20 +5,27 @@ from pathlib import Path
 from typing import Any
 
 from draftkit.config.choices import (
+    DIVISOR,
     DOMAIN_NAMES,
-    NEVER,
+    EXTRA_NAMES,
     REFUSE,
     Section,
+    choice,
     positive,
     require,
     setting,
-    temperature,
 )
 
 EMBEDDED = "draftkit/embedded"  # a small target that comes with the package, and its folder there
 CORPUS = "draftkit/corpus"  # texts of three domains that come with it
 QUESTIONS = "draftkit/questions"  # chats that come with it
-HEADS = ("eagle3", "medusa")  # kinds of drafters that read a target's hidden states
+KIND_NAMES = {  # of drafters; the last two read hidden states of the target
+    "plain": "token by token",
+    "pard": "all tokens in one pass",
+    "eagle3": "a head on the target's hidden states, token by token or in one pass",
+    "medusa": "a head on the target's hidden states for each token",
+}
+PLAIN, PARD, *HEADS = KIND_NAMES
 GGUF, PACKAGE = ".gguf", "package:"  # what paths of such a file end and begin with
 
 
@@ -29,11 +36,11 @@ class PretrainConfig(Section, key="draft.pretrain"):
     Its feed-forward is twice as wide as it. A head is 64 wide, or a fourth of it if that is less.
     """
 
-    num_hidden_layers: int = positive(2)
-    hidden_size: int = positive(128)
-    max_steps: int = positive(400)
-    per_device_train_batch_size: int = positive(8)
-    learning_rate: float = positive(2e-3)
+    num_hidden_layers: int = positive(2, "number of layers")
+    hidden_size: int = positive(128, "width: a multiple of 64, or a smaller one of 4")
+    max_steps: int = positive(400, "optimizer steps")
+    per_device_train_batch_size: int = positive(8, "rows of a step, in each process")
+    learning_rate: float = positive(2e-3, "peak rate of AdamW")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,21 +55,18 @@ class PretrainConfig(Section, key="draft.pretrain"):
 
 @dataclass(kw_only=True)
 class LoraConfig(Section, key="draft.lora"):
-    """How `distill` trains the draft: rank 0 trains all weights, another one updates of it."""
+    """Low-rank updates (LoRA) in place of all weights of the draft."""
 
-    rank: int = setting(0, least=0, hint=" (0: no LoRA)")
+    rank: int = setting(0, "rank of the updates; 0: all weights are trained", "[0, inf)")
 
 
 @dataclass(kw_only=True)
 class ShrinkConfig(Section, key="draft.shrink"):
     """The draft that `prepare` cuts from the target, where `draft.path` is null."""
 
-    # How many of the target's, as `models.shrink` chooses them, or their numbers from 0, ascending;
-    # empty or 0: do not cut.
-    layers: Any = field(default_factory=list)
-    vocabulary: int = 0  # most frequent ids that the draft may propose; 0: all
-    # Of plain training on the text of `data` after the cut, in all else as `draft.pretrain` says.
-    steps: int = setting(0, least=0)
+    layers: Any = setting([], "how many layers of the target, or which, from 0; 0: do not cut")
+    vocabulary: int = setting(0, "most frequent ids, the only ones that it proposes; 0: all")
+    steps: int = setting(0, "steps of plain training on `data` after the cut", "[0, inf)")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,33 +84,36 @@ class ShrinkConfig(Section, key="draft.shrink"):
 class PardConfig(Section, key="draft.pard"):
     """A drafter that proposes in one pass (`draft.kind=pard`)."""
 
-    tokens: int = setting(8, least=2, most=32)  # proposals that it is trained for
-    # Of a drafter that is not parallel yet: the share of the steps that comes first and teaches the
-    # first proposal alone, which is faster. null: 0.6 where it was cut and not trained, else 0.
-    plain_share: float | None = setting(None, least=0, below=1)
+    tokens: int = setting(8, "proposals that it is trained for", "[2, 32]")
+    plain_share: float | None = setting(
+        None,
+        "share of the steps, the first ones, in which a drafter that is not parallel yet learns "
+        "its first proposal alone; null: 0.6 after a cut without training, else 0",
+        "[0, 1)",
+    )
 
 
 @dataclass(kw_only=True)
 class HeadConfig(Section, key="draft.head"):
     """A head on the target's hidden states (`draft.kind=eagle3` and `medusa`)."""
 
-    steps: int = setting(4, least=1, most=16)  # of eagle3: unrolled in training
-    tokens: int = setting(8, least=1, most=32)  # proposals of medusa, and of a parallel head
-    # Ids that it proposes, the most frequent in texts of the target; null: 32,000, or all of fewer
-    vocabulary: int | None = positive(None)
-    parallel: bool = False  # eagle3: all proposals in one pass (P-EAGLE)
+    steps: int = setting(4, "eagle3: steps unrolled in training", "[1, 16]")
+    tokens: int = setting(8, "proposals of medusa, and of a parallel head", "[1, 32]")
+    vocabulary: int | None = positive(
+        None, "the target's most frequent ids, which it may propose; null: 32,000, or all of fewer"
+    )
+    parallel: bool = setting(False, "eagle3: all proposals in one pass (P-EAGLE)")
 
 
 @dataclass(kw_only=True)
 class ModelConfig(Section, key="model"):
-    """A model: a local folder, a hub name or `draftkit/embedded`; null: a drafter to be made.
+    """A model."""
 
-    Commands also take a GGUF file, or `package:NAME`, the one that an installed package holds.
-    """
-
-    path: str | None = None
-    revision: str | None = None
-    trust_remote_code: bool = False
+    path: str | None = setting(
+        None, "a folder, hub name, GGUF file, or package:NAME with such a file; null: it is made"
+    )
+    revision: str | None = setting(None, "branch, tag or commit on the hub; null: its main branch")
+    trust_remote_code: bool = setting(False, "run the code that comes with the model")
 
     @property
     def location(self) -> str:
@@ -127,21 +134,22 @@ class ModelConfig(Section, key="model"):
 class TargetConfig(ModelConfig, key="target"):
     """The model that is served, which never learns."""
 
-    path: str | None = EMBEDDED
+    path: str | None = setting(
+        EMBEDDED, f"as draft.path; {EMBEDDED}: a small one that comes with the package"
+    )
 
 
 @dataclass(kw_only=True)
 class DraftConfig(ModelConfig, key="draft"):
     """The model that proposes: where it begins, and what `distill` makes of it."""
 
-    # plain: proposes token by token; pard: all in one pass; eagle3, medusa: a head on the target's
-    # hidden states
-    kind: str = setting("plain", names=("plain", "pard", *HEADS))
-    # A draft whose vocabulary differs from the target's in added tokens alone: never: it is taken,
-    # and never proposes them
-    extra_tokens: str = setting(REFUSE, names=(REFUSE, NEVER))
-    # Serve and refit a head (eagle3, medusa) though its folder names another target, or none.
-    accept_target: bool = False
+    kind: str = choice(PLAIN, "how it proposes", **KIND_NAMES)
+    extra_tokens: str = choice(
+        REFUSE, "a draft that differs from the target in added tokens alone", **EXTRA_NAMES
+    )
+    accept_target: bool = setting(
+        False, "serve and refit a head though its folder names another target, or none"
+    )
     pard: PardConfig = field(default_factory=PardConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -151,11 +159,8 @@ class DraftConfig(ModelConfig, key="draft"):
     def __post_init__(self) -> None:
         super().__post_init__()
         kind = f"draft.kind={self.kind}"
-        for key, value, only in (
-            ("draft.shrink.layers", self.shrink.layers, 0),
-            ("draft.lora.rank", self.lora.rank, 0),
-        ):
-            require(not (self.is_head and value), key, f"be {only} with {kind}", value)
+        for key, value in (("shrink.layers", self.shrink.layers), ("lora.rank", self.lora.rank)):
+            require(not (self.is_head and value), f"draft.{key}", f"be 0 with {kind}", value)
         one_pass = self.kind == "medusa" and self.head.parallel
         require(not one_pass, "draft.head.parallel", f"be false with {kind}", self.head.parallel)
 
@@ -182,40 +187,38 @@ class DraftConfig(ModelConfig, key="draft"):
 
 @dataclass(kw_only=True)
 class DataConfig(Section, key="data"):
-    """Where text comes from and how a row becomes prompt and completion.
+    """Where text comes from and how a row becomes prompt and completion."""
 
-    `local`: `path` is a JSONL, Parquet or text file, or one that comes with the package:
-    `draftkit/corpus`, `draftkit/questions`. `hub`: `path` is a dataset name.
-    """
-
-    name: str = setting("local", names=("local", "hub"))
-    path: str | None = CORPUS
-    subset: str | None = None
-    split: str = "train"
-    # Of `draftkit/corpus`.
-    domains: list[str] = setting(DOMAIN_NAMES, names=DOMAIN_NAMES, filled=True)
-    max_rows: int | None = positive(None)  # the first of the file or data set; null: all
-    # The share of rows up to which those that cannot be used are left out, and counted.
-    max_bad_rows: float = setting(0.01, least=0, most=1)
-    prompt_column: str | None = None
-    completion_column: str | None = None
-    # Prompts that are strings: a user turn where the tokenizer has a chat template (auto), or as
-    # they are, special tokens included (never).
-    chat_template: str = setting("auto", names=("auto", "never"))
-    system: str | None = None  # a system turn in front of every chat that has none
-    # Variables of the template, as {enable_thinking: false}.
-    template_options: dict[str, Any] = field(default_factory=dict)
-    # Of chats and of rows with a prompt, at most; less where the context of a model is smaller.
-    # Chats lose their oldest turns (one whose last turn is too long is left out), other prompts
-    # their left.
-    max_prompt_tokens: int = positive(1024)
-    max_completion_tokens: int = positive(1024)
-    # Of plain text: its windows, and how much of each is the prompt.
-    max_length: int = 1024
-    prompt_tokens: int = setting(32, least=1)
-    # Of the documents; texts that come with the package have a split of their own.
-    validation_fraction: float = setting(0.05, above=0, below=0.5)
-    test_fraction: float = setting(0.05, above=0, below=0.5)
+    name: str = choice(
+        "local", "what `path` names", local=f"a file, {CORPUS} or {QUESTIONS}", hub="a data set"
+    )
+    path: str | None = setting(CORPUS, "the file (JSONL, Parquet, text) or data set")
+    subset: str | None = setting(None, "of a data set on the hub: its configuration")
+    split: str = setting("train", "of a data set on the hub: the split that is read")
+    domains: list[str] = setting(
+        [*DOMAIN_NAMES], f"of {CORPUS}: what is read of it", names=DOMAIN_NAMES, filled=True
+    )
+    max_rows: int | None = positive(None, "the first rows of the file or data set; null: all")
+    max_bad_rows: float = setting(
+        0.01, "share of rows that may be unusable, and are left out", "[0, 1]"
+    )
+    prompt_column: str | None = setting(None, "of prompts; null: as in docs/training.md")
+    completion_column: str | None = setting(None, "of answers; null: likewise")
+    chat_template: str = choice(
+        "auto", "prompts that are strings", auto="user turns, given a template", never="as they are"
+    )
+    system: str | None = setting(None, "a system turn in front of every chat that has none")
+    template_options: dict[str, Any] = setting({}, "of the template: {enable_thinking: false}")
+    max_prompt_tokens: int = positive(
+        1024, "longest prompt, at most a model's context; chats lose old turns, others their start"
+    )
+    max_completion_tokens: int = positive(1024, "longest answer, at most a model's context")
+    max_length: int = setting(1024, "of plain text: tokens of a window, its prompt included")
+    prompt_tokens: int = setting(32, "of plain text: tokens of a window's prompt", "[1, inf)")
+    validation_fraction: float = setting(
+        0.05, "share of documents to select by; the package's texts are split already", "(0, 0.5)"
+    )
+    test_fraction: float = setting(0.05, "share of documents for all results", "(0, 0.5)")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -237,13 +240,21 @@ class DataConfig(Section, key="data"):
 
 @dataclass(kw_only=True)
 class SamplingConfig(Section, key="sampling"):
-    """The served distribution: the only temperature, top-k, top-p and penalty there are.
+    """The served distribution: the only temperature, top-k, top-p and penalty there are."""
 
-    By `sampling.from=model` a command takes those that are not set (`--help` shows null) from the
-    target's generation_config.json, where it has them; here they are what came out.
-    """
+    temperature: float = setting(1.0, "divides the logits; 0: greedy", DIVISOR, also=0)
+    top_k: int = setting(0, "keeps so many of the likeliest tokens; 0: all", "[0, inf)")
+    top_p: float = setting(1.0, "keeps the likeliest tokens up to this probability", "(0, 1]")
+    repetition_penalty: float = positive(
+        1.0, "divides logits above 0 of tokens that the text has, multiplies those below; 1: none"
+    )
 
-    temperature: float = temperature(1.0)
-    top_k: int = setting(0, least=0, hint=" (0 keeps all)")
-    top_p: float = setting(1.0, above=0, most=1)
-    repetition_penalty: float = positive(1.0)
+
+# A key of commands that no field of Python can have.
+SAMPLING_FROM = choice(
+    "config",
+    "what stands for these settings where they are not set (`--help`: null)",
+    config="their defaults",
+    model="the target's generation_config.json, where it has them",
+)
+SAMPLING_FROM.type = str

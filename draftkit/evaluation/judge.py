@@ -265,8 +265,8 @@ def timing(
         ),
         eos_token_ids=eos_token_ids,
         seed=config.seed,
-        compiled=config.decode.compiles,
-        captured=config.decode.captures,
+        compiled=config.decode.compile in ("auto", "true"),
+        captured=config.decode.compile == "captured",
     )
 
 

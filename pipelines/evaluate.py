@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from draftkit.artifacts import machine, provenance, read_json, write_json, write_text
-from draftkit.config import Config, DraftConfig
+from draftkit.config import PLAIN, Config, DraftConfig
 from draftkit.data.rollouts import document_of
 from draftkit.decoding.trace import answers, as_rows, as_text
 from draftkit.evaluation.decision import decision_page
@@ -33,7 +33,6 @@ from draftkit.evaluation.walltime import Timed
 from draftkit.models.adapter import Adapter
 from draftkit.models.head_files import kind_of
 from draftkit.models.loading import Target, load_draft, load_target, with_path
-from draftkit.models.parallel import PLAIN
 from draftkit.tracking import Tracker
 
 from .certify import DIFFERENT

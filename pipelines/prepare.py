@@ -8,7 +8,7 @@ checkpoint.
 
 from typing import Any
 
-from draftkit.config import REFUSE, Config
+from draftkit.config import PLAIN, REFUSE, Config
 from draftkit.data.rollouts import read_parts
 from draftkit.data.splits import read_splits
 from draftkit.distillation.pretrain import draft_ids, make_draft
@@ -22,7 +22,6 @@ from draftkit.models.loading import (
     load_tokenizer,
     model_config,
 )
-from draftkit.models.parallel import PLAIN
 from draftkit.models.shrink import check_vocabulary, chosen_layers, layer_count
 from draftkit.models.vocabulary import check_same_tokenizer
 

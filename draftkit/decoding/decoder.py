@@ -18,6 +18,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from draftkit.config import TYPICAL
 from draftkit.decoding import round as units
 from draftkit.decoding.feeding import feed, feed_encoders
 from draftkit.decoding.gamma import AdaptiveGamma
@@ -46,7 +47,7 @@ from draftkit.decoding.trees import Tree, check_tree
 from draftkit.models.adapter import Adapter, parts_of
 from draftkit.models.cache import BUCKET, SlotCache, rounded_capacity, visible_slots
 from draftkit.theory import noise
-from draftkit.theory.verification import SAMPLED_MODES, TYPICAL, VERIFIERS
+from draftkit.theory.verification import SAMPLED_MODES, VERIFIERS
 
 PREFILL_CHUNK = 512  # tokens of a prompt in a pass
 PREFILL_ROWS = 8  # prompts in a pass: its memory must not grow with those that wait

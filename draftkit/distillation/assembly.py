@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftkit.config import Config, DraftConfig, HardwareConfig, OptimConfig, TargetConfig
+from draftkit.config import (
+    PARD,
+    PLAIN,
+    Config,
+    DraftConfig,
+    HardwareConfig,
+    OptimConfig,
+    TargetConfig,
+)
 from draftkit.distillation.losses import Objective, StoredTeacher, TargetTeacher, Teacher
 from draftkit.distillation.ranks import join_group
 from draftkit.distillation.trainer import Trainer
@@ -25,7 +33,7 @@ from draftkit.models.loading import (
     with_frame,
 )
 from draftkit.models.lora import with_lora
-from draftkit.models.parallel import PARD, PLAIN, Parallel, check_unused, declare, free_id
+from draftkit.models.parallel import Parallel, check_unused, declare, free_id
 from draftkit.models.probe import check_packing
 from draftkit.models.sharding import load_sharded_target
 from draftkit.theory.divergences import Divergence

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from draftkit.config import Config
+from draftkit.config import PARD, Config
 from draftkit.data.rollouts import Record
 from draftkit.distillation.assembly import make_trainer
 from draftkit.distillation.batch import Batch
@@ -17,7 +17,6 @@ from draftkit.evaluation.alpha import estimates, score_contexts, score_stored
 from draftkit.evaluation.laws import is_chained
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import Outline, Target, save_draft
-from draftkit.models.parallel import PARD
 from draftkit.theory.divergences import Divergence
 from draftkit.tracking import Tracker
 

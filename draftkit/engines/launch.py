@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from draftkit.config import SamplingConfig
+from draftkit.config import PARD, PLAIN, SamplingConfig
 from draftkit.evaluation.cards import (
     ABOUT,
     llamacpp_options,
@@ -22,7 +22,7 @@ from draftkit.evaluation.cards import (
 from draftkit.evaluation.engines import ARGMAX, LAUNCHED, best_gamma_of, launched_row, serves
 from draftkit.evaluation.report import interval
 from draftkit.models.heads import EAGLE3
-from draftkit.models.parallel import ENCODER_DECODER, PARD, PLAIN
+from draftkit.models.parallel import ENCODER_DECODER
 
 LOOPBACK = ["--host", "127.0.0.1"]
 TITLES = {

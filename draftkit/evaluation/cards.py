@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from draftkit.config import PARD, PLAIN
 from draftkit.evaluation.decision import decision_page
 from draftkit.evaluation.engines import best_gamma_of, serves
 from draftkit.evaluation.page import as_markdown
 from draftkit.models.head_files import P_EAGLE
 from draftkit.models.heads import EAGLE3, MEDUSA
-from draftkit.models.parallel import ENCODER_DECODER, PARD, PLAIN
+from draftkit.models.parallel import ENCODER_DECODER
 
 # Of a kind, what there is to know before the engines that serve it.
 ABOUT = {

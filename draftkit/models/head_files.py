@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from transformers.utils import cached_file
 
 from draftkit.artifacts import first_line
-from draftkit.config import DraftConfig
+from draftkit.config import PARD, PLAIN, DraftConfig
 from draftkit.models.adapter import Adapter
 from draftkit.models.heads import (
     EAGLE3,
@@ -24,7 +24,7 @@ from draftkit.models.heads import (
     head_class,
     layers_read,
 )
-from draftkit.models.parallel import ENCODER_DECODER, PARD, PLAIN, parallel_of
+from draftkit.models.parallel import ENCODER_DECODER, parallel_of
 from draftkit.models.shrink import layer_count
 
 # What engines read in ways of their own, or not at all, with the only value that all agree on.

@@ -34,7 +34,7 @@ from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from draftkit.artifacts import atomic_path, first_line
-from draftkit.config import DraftConfig, HardwareConfig, ModelConfig, TargetConfig
+from draftkit.config import PARD, PLAIN, DraftConfig, HardwareConfig, ModelConfig, TargetConfig
 from draftkit.hub import hub_has
 from draftkit.models.adapter import Adapter, CausalAdapter
 from draftkit.models.attention import fit_to_device
@@ -43,7 +43,7 @@ from draftkit.models.files import KEPT_IDS, check_weights, unread
 from draftkit.models.head_files import kind_of_head, load_head
 from draftkit.models.heads import EAGLE3, MEDUSA, head_class, layers_read
 from draftkit.models.lora import save_plain
-from draftkit.models.parallel import PARD, PLAIN, parallel_of
+from draftkit.models.parallel import parallel_of
 from draftkit.models.probe import check_packing, check_passes
 from draftkit.models.seq2seq import Seq2SeqAdapter, start_token
 from draftkit.models.shrink import layer_count, layer_stack, read_kept_ids, write_kept_ids

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-PLAIN, PARD = "plain", "pard"  # of `draft.kind`
 ENCODER_DECODER = "encoder-decoder"  # what a summary calls a drafter of that kind
 LEAST_KEPT = 0.2  # of the chains, at every depth
 

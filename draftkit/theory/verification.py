@@ -241,7 +241,6 @@ class Verifier(Protocol):
     ) -> Verification: ...
 
 
-TYPICAL = "typical"  # the rule that is none of these
 VERIFIERS: dict[str, Verifier] = {
     "speculative": speculative_sampling,
     "block": block_verification,

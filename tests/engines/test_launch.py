@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from draftkit.config import SamplingConfig
+from draftkit.config import PARD, PLAIN, SamplingConfig
 from draftkit.engines.launch import expected, launch_text, launched_gammas
 from draftkit.evaluation.engines import ARGMAX, LAUNCHED, MATCHED, SAMPLED, UNCUT
 from draftkit.models.head_files import P_EAGLE
 from draftkit.models.heads import EAGLE3, MEDUSA
-from draftkit.models.parallel import PARD, PLAIN
 from tests.evaluation.test_report import estimate, summary
 
 

@@ -1,8 +1,8 @@
-"""Rollouts: what was sampled after which prompt, by whom and how, as Arrow: files and bytes.
+"""Rollouts: what was sampled after which prompt, by whom and how, and its files.
 
-`generate` stores target rollouts here as Parquet; the online buffer keeps the same `Record`, one by
-one, as bytes. Storage only: this module does not sample, and does not know which model a sampler's
-name stands for.
+`generate` stores target rollouts here as Parquet; the online buffer keeps the same `Record` by the
+same `SCHEMA`, one by one. Storage only: this module does not sample, and does not know which model
+a sampler's name stands for.
 
 Hidden states of the target lie in a file of tensors beside the Parquet, text by text.
 
@@ -10,13 +10,12 @@ A file is written whole or not at all. Everything comes back exactly: ids, None,
 float.
 """
 
-import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 
 import pyarrow as pa
@@ -26,13 +25,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftkit.artifacts import atomic_path, first_line
-from draftkit.data.store import Lazy
+from draftkit.data.store import UNREADABLE, Lazy, pack, unpack
 
-FORMAT = "rollouts-2"
 ADVICE = "remove it and make the rollouts again"
 STATES = ".safetensors"  # the suffix of hidden states
-KEPT = 64  # files of `read_parts` in memory
-_FORMAT_KEY = b"draftkit.format"
+KEPT = 64  # files in memory
 
 _IDS = pa.list_(pa.int32())
 _FLOATS = pa.list_(pa.float64())
@@ -54,11 +51,7 @@ _TYPES = {
     "loss_tail_mass": _FLOATS,
 }
 OPTIONAL = ("proposals", "rejected", "topk_ids", "topk_log_probs", "tail_mass", "loss_tail_mass")
-NESTED = ["topk_ids", "topk_log_probs"]
-SCHEMA = pa.schema(
-    [pa.field(name, kind, nullable=name in OPTIONAL) for name, kind in _TYPES.items()],
-    metadata={_FORMAT_KEY: FORMAT},
-)
+SCHEMA = pa.schema([pa.field(name, kind, name in OPTIONAL) for name, kind in _TYPES.items()])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,57 +104,48 @@ def write_records(path: str | Path, records: Sequence[Record]) -> None:
         with atomic_path(Path(path).with_suffix(STATES)) as temporary:
             save_file(states, temporary)
     with atomic_path(path) as temporary:
-        table = pa.Table.from_batches([_packed(records)])
+        table = pa.Table.from_batches([pack(records, SCHEMA)])
         pq.write_table(table, temporary, compression="zstd", write_page_checksum=True)
-
-
-def to_bytes(record: Record) -> bytes:
-    """`record` as compressed Arrow bytes. Raises ValueError for an id beyond 32 bits."""
-    try:
-        return zlib.compress(_packed([record]).serialize(), level=1)
-    except (TypeError, OverflowError, pa.ArrowException) as error:
-        raise ValueError(f"a record cannot be stored: {first_line(error)}") from error
-
-
-def from_bytes(content: bytes) -> Record:
-    """The record of `to_bytes`. Raises ValueError, one line, for bytes that hold none."""
-    try:
-        buffer = pa.py_buffer(zlib.decompress(content))
-        batch = pa.ipc.read_record_batch(buffer, SCHEMA)
-        return _record(pa.Table.from_batches([batch]), 0)
-    except (zlib.error, OSError, EOFError, ValueError, TypeError, pa.ArrowException) as error:
-        raise ValueError(f"not a stored record ({first_line(error)})") from error
-
-
-def _packed(records: Sequence[Record]) -> pa.RecordBatch:
-    columns = {name: [getattr(record, name) for record in records] for name in _TYPES}
-    columns["sampling"] = [list(record.sampling.items()) for record in records]
-    return pa.RecordBatch.from_pydict(columns, schema=SCHEMA)
-
-
-def _record(table: pa.Table, row: int) -> Record:
-    (own,) = table.slice(row, 1).to_batches()
-    (values,) = own.drop_columns(NESTED).to_pylist(maps_as_pydicts="strict")
-    for name in NESTED:  # what Arrow makes of them itself takes five times as long
-        values[name] = None
-        if not own[name].null_count:
-            lists = own[name].flatten()
-            flat, lengths = lists.flatten().to_numpy().tolist(), lists.value_lengths().to_pylist()
-            values[name] = [flat[a:b] for a, b in pairwise(accumulate(lengths, initial=0))]
-    return Record(**values)
 
 
 def read_records(path: str | Path) -> list[Record]:
     """The records of a file, in order. Raises ValueError, one line that names the file."""
-    table, states = _read(path), _states(path)
+    return list(_records([Path(path)]))
+
+
+def _records(paths: Sequence[Path]) -> Sequence[Record]:
+    """Those of all files, in order; a file is read when a record of it is asked for."""
+    ends = [*accumulate(map(_count, paths), initial=0)]
+    read, states = lru_cache(KEPT)(_read), lru_cache(KEPT)(_states)
+
+    def record(row: int) -> Record:
+        part = bisect_right(ends, row) - 1
+        table, own = read(paths[part]), row - ends[part]
+        with _reading(paths[part]):
+            return replace(unpack(table, own, Record), features=states(paths[part])(own))
+
+    return Lazy(record, range(ends[-1]))
+
+
+def _count(path: Path) -> int:
     with _reading(path):
-        rows = range(table.num_rows)
-        return [replace(_record(table, row), features=states(row)) for row in rows]
+        return int(pq.read_metadata(path).num_rows)
 
 
-def _states(path: str | Path) -> Callable[[int], Tensor | None]:
+def _read(path: Path) -> pa.Table:
+    # Not `read_table`, which would take columns from the names of folders.
+    with _reading(path), pq.ParquetFile(path, page_checksum_verification=True) as file:
+        if not file.schema_arrow.equals(SCHEMA):
+            raise ValueError("other columns or types")
+        table = file.read()
+        if len(table) != file.metadata.num_rows:  # of which no checksum is kept
+            raise ValueError("another number of rows")
+        return table
+
+
+def _states(path: Path) -> Callable[[int], Tensor | None]:
     """The hidden states of a record of a file by its row; None where there are none."""
-    beside = Path(path).with_suffix(STATES)
+    beside = path.with_suffix(STATES)
     if not beside.is_file():
         return lambda row: None
     with _reading(beside):
@@ -169,29 +153,13 @@ def _states(path: str | Path) -> Callable[[int], Tensor | None]:
     return lambda row: stored.get_tensor(str(row))
 
 
-def _read(path: str | Path) -> pa.Table:
-    if not Path(path).is_file():
-        raise ValueError(f"{path} is not a file: make the rollouts first")
-    # Not `read_table`, which would take columns from the names of folders.
-    with _reading(path), pq.ParquetFile(path, page_checksum_verification=True) as file:
-        stored = (file.schema_arrow.metadata or {}).get(_FORMAT_KEY, b"none").decode()
-        if stored != FORMAT:
-            raise ValueError(f"format {stored} instead of {FORMAT}")
-        if not file.schema_arrow.equals(SCHEMA):
-            raise ValueError("other columns or types")
-        return file.read()
-
-
-def _count(path: str | Path) -> int:
-    with _reading(path):
-        return int(pq.read_metadata(path).num_rows)
-
-
 @contextmanager
-def _reading(path: str | Path) -> Iterator[None]:
+def _reading(path: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, TypeError, pa.ArrowException) as error:
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} is not a file: make the rollouts first") from error
+    except UNREADABLE as error:
         reason = first_line(error)
         raise ValueError(f"{path} is not a whole rollout file ({reason}): {ADVICE}") from error
 
@@ -223,15 +191,4 @@ def read_parts(folder: Path) -> Sequence[Record]:
     memory, as Arrow holds them: a sixth of what Python's own lists would take. Raises ValueError,
     one line that names the file, for one that is not whole.
     """
-    paths = sorted(folder.glob("part-*.parquet"))
-    ends = [*accumulate(map(_count, paths), initial=0)]
-    read, states = lru_cache(KEPT)(_read), lru_cache(KEPT)(_states)
-
-    def record(row: int) -> Record:
-        part = bisect_right(ends, row) - 1
-        table = read(paths[part])
-        with _reading(paths[part]):
-            own = row - ends[part]
-            return replace(_record(table, own), features=states(paths[part])(own))
-
-    return Lazy(record, range(ends[-1]))
+    return _records(sorted(folder.glob("part-*.parquet")))

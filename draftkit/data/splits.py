@@ -104,7 +104,7 @@ def make_splits(
     keys, own, sizes = array("Q"), [], []  # of every document
     contents, prompts = array("Q"), array("Q")  # of every example
 
-    def read() -> Iterator[dict[str, Any]]:
+    def read() -> Iterator[Example]:
         for document, examples in reader.read(documents):
             keys.append(document.key)
             own.append(document.split)
@@ -112,7 +112,7 @@ def make_splits(
             for example in examples:
                 contents.append(hash_order(f"{example.document} {example.token_ids}"))
                 prompts.append(hash_order(str(example.prompt_ids)))
-                yield vars(example)
+                yield example
 
     try:
         write_rows(unsorted, SCHEMA, read())
@@ -169,15 +169,16 @@ def _write_splits(examples: Sequence[Example], chosen: dict[str, np.ndarray], fo
     """Write the `chosen` examples of each split; the SHA-256 of their ids and masks, in order."""
     digest = hashlib.sha256()
 
-    def row(example: Example) -> dict[str, Any]:
+    def hashed(example: Example) -> Example:
         length = len(example.token_ids)
         digest.update(np.asarray([length, *example.token_ids], "<i8").tobytes())
         digest.update(np.asarray(example.loss_mask, bool).tobytes())
-        return vars(example)
+        return example
 
     for split, numbers in chosen.items():
         digest.update(split.encode())
-        write_rows(folder / f"{split}.arrow", SCHEMA, map(row, Lazy(examples.__getitem__, numbers)))
+        own = Lazy(examples.__getitem__, numbers)
+        write_rows(folder / f"{split}.arrow", SCHEMA, map(hashed, own))
     return digest.hexdigest()
 
 

@@ -14,15 +14,19 @@ import logging
 import random
 import sqlite3
 import time
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
+from draftkit.artifacts import first_line
 from draftkit.config.service import BufferConfig
-from draftkit.data.rollouts import Record, document_of, from_bytes, to_bytes
+from draftkit.data.rollouts import SCHEMA, Record, document_of
+from draftkit.data.store import UNREADABLE, pack, unpack
 from draftkit.online.database import Database
 from draftkit.online.fingerprints import require_same
 
@@ -149,7 +153,7 @@ class Buffer:
         """
         now, rows = self.clock(), []
         for route, record in entries:
-            content = to_bytes(record)
+            content = zlib.compress(pack([record], SCHEMA).serialize(), level=1)
             rows.append((route, now, split(record), len(content), content))
         with self._database.writing() as connection:
             connection.executemany(
@@ -240,9 +244,11 @@ class Buffer:
         records = []
         for record_id, content in rows:
             try:
-                records.append(from_bytes(content))
-            except ValueError as error:
-                _log.warning("%s: record %d: %s", self.path, record_id, error)
+                batch = pa.ipc.read_record_batch(zlib.decompress(content), SCHEMA)
+                records.append(unpack(pa.Table.from_batches([batch]), 0, Record))
+            except (zlib.error, *UNREADABLE) as error:
+                reason = first_line(error)
+                _log.warning("%s: record %d is damaged (%s)", self.path, record_id, reason)
         return records
 
     def maintain(self) -> None:

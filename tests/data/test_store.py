@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,21 +13,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftkit.data.store import Lazy, read_rows, write_rows
+from draftkit.data.store import Lazy, pack, read_rows, write_rows
 
 SCHEMA = pa.schema([("number", pa.int64()), ("words", pa.list_(pa.string()))])
 COUNT = 2500  # more than two batches
-ROWS = [{"number": number, "words": [str(number)] * (number % 3)} for number in range(COUNT)]
+
+
+@dataclass
+class Row:
+    number: int
+    words: list[str]
+
+
+ROWS = [Row(number, [str(number)] * (number % 3)) for number in range(COUNT)]
 
 
 @pytest.fixture(scope="module")
-def stored(tmp_path_factory: pytest.TempPathFactory) -> Lazy[dict[str, object]]:
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Lazy[Row]:
     path = tmp_path_factory.mktemp("store") / "rows.arrow"
     write_rows(path, SCHEMA, iter(ROWS))
-    return read_rows(path, dict)
+    return read_rows(path, Row)
 
 
-def test_what_is_stored_comes_back_in_order(stored: Lazy[dict[str, object]]) -> None:
+def test_what_is_stored_comes_back_in_order(stored: Lazy[Row]) -> None:
     assert list(stored) == ROWS
     assert all(stored[at] == ROWS[at] for at in (0, 1023, 1024, 2499, -1))
     for at in (COUNT, -COUNT - 1):
@@ -56,6 +65,12 @@ def test_items_are_made_when_they_are_asked_for() -> None:
         assert (len(doubled), len(chosen), len(doubled[2:]), made) == (10, 2, 8, [])
         assert (chosen[0], chosen[-1], doubled[2:][0], made) == (14, 6, 4, [7, 3, 2])
         assert list(doubled) == list(range(0, 20, 2))
+
+
+@pytest.mark.parametrize("wrong", [2**63, "seven"])
+def test_a_value_that_its_column_cannot_hold_is_refused_in_one_line(wrong: object) -> None:
+    with pytest.raises(ValueError, match=r"^a row cannot be stored: .*$"):
+        pack([ROWS[0], replace(ROWS[1], number=wrong)], SCHEMA)
 
 
 def test_rows_that_cannot_be_made_leave_no_file(tmp_path: Path) -> None:

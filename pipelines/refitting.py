@@ -15,8 +15,7 @@ from draftkit.data.rollouts import read_parts
 from draftkit.distillation.assembly import load_teaching_target
 from draftkit.online.assembly import make_refit
 from draftkit.online.daemon import Daemon
-from draftkit.online.refit import Refit, Update
-from draftkit.online.rows import Anchors
+from draftkit.online.refit import Anchors, Refit, Update
 
 from .contexts import read_contexts
 from .plan import ONLINE

@@ -10,9 +10,8 @@ from draftkit.distillation.trainer import Trainer
 from draftkit.models.loading import Outline, Target, load_draft, save_draft, with_path
 from draftkit.online.buffer import Buffer
 from draftkit.online.gate import Judge
-from draftkit.online.refit import Refit
+from draftkit.online.refit import Anchors, Refit
 from draftkit.online.registry import Registry
-from draftkit.online.rows import Anchors
 
 
 def make_refit(

@@ -12,9 +12,10 @@ steps of one. This module knows no server, no clock to wait by and no configurat
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch
 from draftkit.config import OnlineConfig
 from draftkit.config.service import LEAST_PROMPTS
 from draftkit.data.rollouts import Record, document_of
-from draftkit.distillation.batch import Batch, collate
+from draftkit.distillation.batch import TokenSequence, all_learned, collate, sequence_of_record
 from draftkit.distillation.checkpoint import load_checkpoint, save_checkpoint
 from draftkit.distillation.trainer import Trainer
 from draftkit.evaluation.alpha import PromptTotals
@@ -31,10 +32,52 @@ from draftkit.models.lora import merged_weights
 from draftkit.online.buffer import Buffer
 from draftkit.online.gate import Judge, Verdict, judge, judge_served
 from draftkit.online.registry import Registry, Version
-from draftkit.online.rows import Anchors, drawn, with_scores
 
 STATE = "state.safetensors"
 DOUBLINGS = 4  # of the wait for the next update, at most
+RECENT_FRACTION = 0.5  # of the rows of a step
+
+Pools = tuple[Sequence[Record], Sequence[Record], Sequence[Record]]  # recent, older and anchors
+
+
+@dataclass(frozen=True)
+class Anchors:
+    """Text of before: rows to mix in, and held-out ones for the gate. Either may be empty."""
+
+    train: Sequence[Record] = ()
+    held_out: Sequence[Record] = ()
+
+
+def row_of(record: Record, *, prompts: bool) -> TokenSequence:
+    """A record's text; where nobody knows what was refused, all of it counts as if it had been.
+
+    With `prompts` the prompt is learned from too, though nobody proposed it.
+    """
+    text = sequence_of_record(record)
+    if text.rejected is None:
+        text = replace(text, rejected=list(text.generated))
+    return all_learned(text) if prompts else text
+
+
+def drawn(pools: Pools, size: int, settings: OnlineConfig, seed: int) -> list[TokenSequence]:
+    """`size` rows, each kind in its share; recent ones take the room of a kind that is empty."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def indices(count: int) -> Iterator[int]:
+        """Numbers below `count` for ever, none twice before all have come."""
+        while True:
+            yield from torch.randperm(count, generator=generator).tolist()
+
+    _, older, anchors = pools
+    anchored = round(size * settings.anchor_fraction) if anchors else 0
+    fresh = min(round(size * RECENT_FRACTION), size - anchored)
+    aged = size - anchored - fresh if older else 0
+    counts = size - anchored - aged, aged, anchored
+    return [
+        row_of(records[index], prompts=settings.prompts)
+        for records, count in zip(pools, counts, strict=True)
+        for index in islice(indices(len(records)), count)
+    ]
 
 
 @dataclass(frozen=True)
@@ -142,7 +185,9 @@ class Refit:
         trainer.begin()
         for step in range(self.settings.steps):
             hold()
-            losses.append(trainer.step(self._batch(pools, number, step)).loss)
+            seed = ((self.seed * 1_000_003 + number) * 100_003 + step) % 2**63
+            rows = drawn(pools, trainer.optim.rows_of_a_process, self.settings, seed)
+            losses.append(trainer.step(collate(rows, device=trainer.draft.device)).loss)
         hold()
         verdict = self._test(trainer, base)
         version = None
@@ -220,30 +265,31 @@ class Refit:
 
     # Rows
 
-    def _pools(self, number: int) -> tuple[list[Record], list[Record]]:
-        """Recent and older records that an update draws from."""
+    def _pools(self, number: int) -> Pools:
+        """What an update draws from."""
         settings, seed = self.settings, self.seed * 1_000_003 + number
         recent = self.buffer.newest(self.route, settings.recent, held_out=False)
         older = self.buffer.older(
             self.route, settings.recent, held_out=False, seed=seed, recent=settings.recent
         )
-        return self._learnable(recent), self._learnable(older)
+        return self._learnable(recent), self._learnable(older), self.anchors.train
 
-    def _learnable(self, records: list[Record]) -> list[Record]:
-        """The records that the teacher can use."""
+    def _learnable(self, records: Sequence[Record]) -> Sequence[Record]:
+        """Those that the teacher can use, with the tail that the loss reads.
+
+        Stored scores take the mass outside the stored ids at the very temperature of the loss, so
+        that a record was served at it, and as many ids a token, so that rows fit into one batch.
+        """
         if self.stored_at is None:
             return records
-        others = self._working().draft.vocab_size - 1
-        width = min(self.settings.buffer.top_k, others)
-        return with_scores(records, temperature=self.stored_at, width=width)
-
-    def _batch(self, pools: tuple[list[Record], list[Record]], number: int, step: int) -> Batch:
-        """The rows of a step."""
-        trainer, generator = self._working(), torch.Generator()
-        generator.manual_seed(((self.seed * 1_000_003 + number) * 100_003 + step) % 2**63)
-        size = trainer.optim.rows_of_a_process
-        rows = drawn((*pools, self.anchors.train), size, self.settings, generator)
-        return collate(rows, device=trainer.draft.device)
+        width = min(self.settings.buffer.top_k, self._working().draft.vocab_size - 1)
+        return [
+            replace(record, loss_tail_mass=record.loss_tail_mass or record.tail_mass)
+            for record in records
+            if record.topk_ids is not None
+            and (record.sampling["temperature"] or 1.0) == self.stored_at  # tails are at 1 for 0
+            and all(len(ids) == width for ids in record.topk_ids)
+        ]
 
     # The gate
 

@@ -41,9 +41,8 @@ from draftkit.models.adapter import Adapter
 from draftkit.models.loading import Target, load_draft, load_target, save_draft, with_path
 from draftkit.online.assembly import make_refit
 from draftkit.online.buffer import Buffer
-from draftkit.online.refit import Refit, Update
+from draftkit.online.refit import Anchors, Refit, Update, row_of
 from draftkit.online.registry import Registry, Version
-from draftkit.online.rows import Anchors, row_of
 from draftkit.theory.acceptance import Rate
 
 from ..command import main

@@ -23,9 +23,8 @@ from draftkit.models.loading import save_model
 from draftkit.models.lora import with_lora
 from draftkit.online.buffer import Buffer
 from draftkit.online.gate import Judge
-from draftkit.online.refit import Refit
+from draftkit.online.refit import Anchors, Refit
 from draftkit.online.registry import Registry
-from draftkit.online.rows import Anchors
 from tests import tiny
 from tests.online import making
 

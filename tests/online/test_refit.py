@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from draftkit.online import refit as refit_module
+from draftkit.online.refit import Anchors
 from draftkit.online.registry import Registry
-from draftkit.online.rows import Anchors
 from pipelines.refitting import summary_of
 from tests.online import making
 from tests.online.shop import SETTINGS, Shop, entries, make_trainer

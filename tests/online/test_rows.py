@@ -5,9 +5,8 @@ import itertools
 from collections import Counter
 
 import pytest
-import torch
 
-from draftkit.online.rows import chosen, kinds, row_of, with_scores
+from draftkit.online.refit import drawn, row_of
 from tests.online import making
 from tests.online.shop import SETTINGS, Shop, entries
 
@@ -66,22 +65,27 @@ def test_records_with_another_number_of_stored_ids_are_not_mixed(tmp_path, recor
     shop.refit.stored_at = 1.0
     shop.buffer.append(entries([*narrow, *records[60:]]))
     assert shop.refit.update().tokens > 0
-    assert len(with_scores(narrow, temperature=1.0, width=making.TOP_K)) == 0
+    assert shop.refit._learnable(narrow) == []
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.3, 0.5])
-def test_the_kinds_fill_a_step_of_any_size(share):
+def test_the_kinds_fill_a_step_of_any_size(records, share):
     settings = dataclasses.replace(SETTINGS, anchor_fraction=share)
-    for size, older, anchors in itertools.product(range(1, 13), (False, True), (False, True)):
-        counts = kinds(size, settings, has_older=older, has_anchors=anchors)
-        assert sum(counts) == size
-        assert min(counts) >= 0
-        assert counts[1] == 0 or older
-        assert counts[2] == 0 or anchors
+    for size, *there in itertools.product(range(1, 13), (False, True), (False, True)):
+        older, anchors = records[1 : 1 + there[0]], records[2 : 2 + there[1]]
+        rows = drawn((records[:1], older, anchors), size, settings, seed=0)
+        texts = [row.token_ids for row in rows]
+        counts = [texts.count(row_of(one, prompts=False).token_ids) for one in records[:3]]
+        assert sum(counts) == len(texts) == size
+        wanted = round(size * share) if there[1] else 0
+        assert counts[2] == wanted
+        assert counts[0] == min(round(size / 2), size - wanted) or not there[0]
 
 
-def test_rows_repeat_only_where_there_are_too_few():
-    generator = torch.Generator().manual_seed(0)
-    assert sorted(chosen(5, 5, generator)) == [0, 1, 2, 3, 4]
-    assert Counter(chosen(3, 7, generator)).most_common()[-1][1] == 2
-    assert chosen(0, 0, generator) == []
+def test_rows_repeat_only_where_there_are_too_few(records):
+    def times(count, size):
+        rows = drawn((records[:count], (), ()), size, SETTINGS, seed=0)
+        return sorted(Counter(tuple(row.token_ids) for row in rows).values())
+
+    assert times(5, 5) == [1] * 5
+    assert times(3, 7) == [2, 2, 3]

@@ -28,7 +28,7 @@ from draftkit.config.service import BufferConfig
 from draftkit.data.rollouts import SCHEMA, Record, document_of
 from draftkit.data.store import UNREADABLE, pack, unpack
 from draftkit.online.database import Database
-from draftkit.online.fingerprints import require_same
+from draftkit.online.registry import require_same
 
 TABLES = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);

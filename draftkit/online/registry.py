@@ -27,7 +27,6 @@ from torch import Tensor
 
 from draftkit.artifacts import atomic_path, locked, read_json, remove, sha256_file, write_json
 from draftkit.config.service import DEFAULT_ROUTE
-from draftkit.online.fingerprints import require_same
 
 CURRENT, ABOUT = "current", "version.json"
 NAME = re.compile(r"v[0-9]{6,12}")
@@ -54,6 +53,25 @@ class Version:
     def parent(self) -> str | None:
         """The version it was trained from; null for the starting drafter."""
         return self.ancestors[0] if self.ancestors else None
+
+
+def require_same(path: Path, *, stored: Mapping[str, str], wanted: Mapping[str, str]) -> None:
+    """Raise ValueError, one line, naming the keys whose fingerprints differ, and what to do then.
+
+    Weights of one target say nothing of another, ids of one tokenizer mean nothing in another, and
+    a refitted drafter is no other starting drafter's successor. `stored` is empty where it was
+    never told what the content of `path` is made with.
+    """
+    if stored == wanted:
+        return
+    names = [key for key in {**wanted, **stored} if stored.get(key) != wanted.get(key)]
+    reason = f"was made with another {' and '.join(names)}"
+    if not stored:
+        reason = f"does not tell with which {' and '.join(names)} it was made"
+    raise ValueError(
+        f"{path} {reason}: use name=... for another service, or overwrite=true to begin this one "
+        "anew, which deletes its records and all its drafter versions"
+    )
 
 
 class NotInForce(ValueError):
@@ -233,9 +251,7 @@ class Registry:
         Where nothing says which one is current, the newest whole one. Raises ValueError if there is
         no such whole version; NotInForce if `current` is given, and another version is in force.
         """
-        if (
-            not self.names() and self._pointer()["name"] is None
-        ):  # of what is refused nothing is made
+        if not self.names() and self._pointer()["name"] is None:  # of a refusal nothing is left
             raise ValueError(f"{self.path} has no version yet: start the server first")
         with self._changing():
             pointer = self._pointer(lenient=True)

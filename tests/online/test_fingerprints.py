@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from draftkit.online.buffer import Buffer, Served
-from draftkit.online.fingerprints import require_same
+from draftkit.online.registry import require_same
 from tests.online.traffic import entries, settings
 
 MINE = {"target": "a", "draft": "b"}

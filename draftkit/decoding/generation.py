@@ -5,6 +5,7 @@ Knows no clock and no text; whoever wants times drives the decoder itself, as th
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from draftkit.config import SamplingConfig
 from draftkit.decoding.decoder import Decoder, RoundResult, tokens_needed
@@ -63,6 +64,26 @@ class Completion:
     @property
     def accepted(self) -> int:
         return sum(n * count for n, count in enumerate(self.accept_counts))
+
+    def recorded(self, *, likeliest: bool = False, proposals: bool = False) -> dict[str, Any]:
+        """What a record holds of the answer: its ids and, beside each, what is asked for.
+
+        proposals: what was proposed in a token's place (-1: nothing, as for a bonus), and if it was
+        refused. Proposals behind a refused one were never tested, and belong to another text.
+        """
+        values: dict[str, Any] = {"output_ids": self.output_ids}
+        if likeliest:
+            values |= {name: getattr(self, name) for name in LIKELIEST}
+        if proposals:
+            places = [(step, place) for step in self.steps for place in range(step.committed)]
+            values["proposals"] = [
+                step.proposed[place] if place < len(step.proposed) else -1 for step, place in places
+            ]
+            values["rejected"] = [
+                step.accepted <= place < len(step.proposed) for step, place in places
+            ]
+        count = len(self.output_ids)  # what a stop string has cut off the answer is not recorded
+        return {name: value[:count] for name, value in values.items()}
 
 
 def trace_round(

@@ -15,14 +15,7 @@ from draftkit.data.lengths import Room
 from draftkit.data.prompts import Example
 from draftkit.data.rollouts import Record
 from draftkit.decoding.decoder import Decoder
-from draftkit.decoding.generation import (
-    DRAFT_ID,
-    LIKELIEST,
-    TraceRound,
-    Watch,
-    decode,
-    finish,
-)
+from draftkit.decoding.generation import DRAFT_ID, Watch, decode, finish
 from draftkit.decoding.proposers import drafting
 from draftkit.decoding.state import Request
 from draftkit.endpoint import COMPLETIONS, OTHERWISE, Endpoint, completion
@@ -128,8 +121,7 @@ class DecoderSampler(Sampler):
                 top_k=self.top_k,
                 watch=self.watch,
             )
-        names = ("output_ids", *(LIKELIEST if self.top_k else ()))
-        return ({name: getattr(answer, name) for name in names} for answer in done)
+        return (answer.recorded(likeliest=self.top_k > 0) for answer in done)
 
     def _decoder(self) -> Decoder:
         return Decoder(
@@ -198,9 +190,7 @@ class SpeculativeSampler(Sampler):
             proposer=drafting(self.draft),
             verification=self.verification,
         )
-        for answer in done:
-            proposals, rejected = proposals_of(answer.steps)
-            yield {"output_ids": answer.output_ids, "proposals": proposals, "rejected": rejected}
+        return (answer.recorded(proposals=True) for answer in done)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,21 +238,6 @@ class OpenAISampler(Sampler):
             raise engine.failure(f"answers with no completion ({error!r})") from error
         length = next((n for n, token in enumerate(output, start=1) if token in ends), limit)
         return {"output_ids": output[: min(length, limit)]}
-
-
-def proposals_of(rounds: Sequence[TraceRound]) -> tuple[list[int], list[bool]]:
-    """For each token of an answer, what was proposed in its place (-1: nothing), and if refused.
-
-    In the place of a bonus token nothing was proposed. Proposals behind a refused one
-    were never tested, and belong to another text.
-    """
-    proposals: list[int] = []
-    rejected: list[bool] = []
-    for step in rounds:
-        for index in range(step.committed):
-            proposals.append(step.proposed[index] if index < len(step.proposed) else -1)
-            rejected.append(step.accepted <= index < len(step.proposed))
-    return proposals, rejected
 
 
 def noise_seed(seed: int, use: str) -> int:

@@ -14,11 +14,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from typing import Any
 
 from draftkit.config import BufferConfig
 from draftkit.data.rollouts import Record
-from draftkit.distillation.samplers import proposals_of
 from draftkit.online.buffer import COUNTS, Buffer, Served
 from draftkit.serving.answers import Answer, Counters, DrafterKey
 
@@ -129,23 +127,16 @@ class Recorder:
 
 def record_of(answer: Answer, *, with_scores: bool) -> Record:
     """What the buffer keeps of a finished answer, with the target's likeliest ids if asked."""
-    job, completion = answer.job, answer.completion
-    count = len(completion.output_ids)
-    proposals, rejected = proposals_of(completion.steps)  # those of a stop string's end are cut off
-    names = ("topk_ids", "topk_log_probs", "tail_mass") if with_scores else ()
-    scores: dict[str, Any] = {name: getattr(completion, name)[:count] for name in names}
+    job = answer.job
     return Record(
         prompt_ids=list(job.prompt_ids),
-        output_ids=completion.output_ids,
         sampler="speculative",
         sampler_version=answer.version,
         sampling={name: float(value) for name, value in asdict(job.sampling).items()},
         seed=answer.seed,
         row=job.row,
         document=job.conversation,
-        proposals=proposals[:count],
-        rejected=rejected[:count],
-        **scores,
+        **answer.completion.recorded(likeliest=with_scores, proposals=True),
     )
 
 

@@ -14,6 +14,7 @@ from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.generation import (
     DRAFT_ID,
     Completion,
+    TraceRound,
     decode,
     finish,
     make_requests,
@@ -284,3 +285,25 @@ def test_requests_are_numbered_and_bounded() -> None:
     assert {(r.seed, r.gamma, r.proposer_id) for r in made} == {(7, 2, DRAFT_ID)}
     (plain,) = make_requests([[1]], max_new_tokens=3, sampling=SAMPLED)
     assert (plain.gamma, plain.proposer_id, plain.max_new_tokens) == (0, None, 3)
+
+
+PLAIN = TraceRound(proposed=[], accepted=0, next_token=6, committed=1)
+CUT = TraceRound(proposed=[4, 5, 7], accepted=2, next_token=6, committed=2)  # at the length limit
+
+
+@pytest.mark.parametrize(
+    ("rounds", "proposals", "rejected"),
+    [
+        ([TraceRound([4, 5], 2, 6, 3)], [4, 5, -1], [False, False, False]),  # a bonus
+        ([TraceRound([4, 5, 7], 1, 6, 2)], [4, 5], [False, True]),  # a correction
+        ([TraceRound([4, 5, 7], 2, None, 2)], [4, 5], [False, False]),  # an accepted end of text
+        ([CUT], [4, 5], [False, False]),
+        ([CUT, PLAIN], [4, 5, -1], [False, False, False]),
+    ],
+)
+def test_each_token_knows_what_was_proposed_in_its_place(
+    rounds: list[TraceRound], proposals: list[int], rejected: list[bool]
+) -> None:
+    answer = Completion([], output_ids=[9] * len(proposals), steps=rounds)
+    expected = {"output_ids": answer.output_ids, "proposals": proposals, "rejected": rejected}
+    assert answer.recorded(proposals=True) == expected

@@ -6,13 +6,8 @@ import pytest
 
 from draftkit.config import SamplingConfig
 from draftkit.decoding.decoder import Decoder
-from draftkit.decoding.generation import TraceRound
 from draftkit.decoding.state import Request
-from draftkit.distillation.samplers import (
-    DecoderSampler,
-    SpeculativeSampler,
-    proposals_of,
-)
+from draftkit.distillation.samplers import DecoderSampler, SpeculativeSampler
 from tests.decoding.driving import strict_compiler
 from tests.tabular import random_adapter, relative
 
@@ -52,24 +47,6 @@ def test_what_was_proposed_in_the_place_of_another_token_was_refused(gamma, veri
             nothing += proposal == -1
     assert 0 < sum(flags) < len(flags)
     assert nothing > 0 or verification == "match"  # which rarely keeps all proposals
-
-
-PLAIN = TraceRound(proposed=[], accepted=0, next_token=6, committed=1)
-CUT = TraceRound(proposed=[4, 5, 7], accepted=2, next_token=6, committed=2)  # at the length limit
-
-
-@pytest.mark.parametrize(
-    ("rounds", "proposals", "rejected"),
-    [
-        ([TraceRound([4, 5], 2, 6, 3)], [4, 5, -1], [False, False, False]),  # a bonus
-        ([TraceRound([4, 5, 7], 1, 6, 2)], [4, 5], [False, True]),  # a correction
-        ([TraceRound([4, 5, 7], 2, None, 2)], [4, 5], [False, False]),  # an accepted end of text
-        ([CUT], [4, 5], [False, False]),
-        ([CUT, PLAIN], [4, 5, -1], [False, False, False]),
-    ],
-)
-def test_each_token_knows_what_was_proposed_in_its_place(rounds, proposals, rejected):
-    assert proposals_of(rounds) == (proposals, rejected)
 
 
 def test_a_row_gets_the_same_answer_alone_and_among_others():

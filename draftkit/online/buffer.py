@@ -181,9 +181,7 @@ class Buffer:
     def served(self, route: str) -> list[Served]:
         """The counts of a route, a row a version, in the order in which they were first seen."""
         query = f"SELECT {', '.join(COUNTS)} FROM served WHERE route = ? ORDER BY rowid"
-        with self._database.reading() as connection:
-            rows = connection.execute(query, (route,)).fetchall()
-        return [Served(**dict(zip(COUNTS, row, strict=True))) for row in rows]
+        return [Served(**dict(zip(COUNTS, row, strict=True))) for row in self._rows(query, route)]
 
     def set_queued(self, queued: int) -> None:
         """Tell others how many requests wait at the server."""
@@ -193,7 +191,7 @@ class Buffer:
 
     def queued(self, *, within: float) -> int:
         """How many requests wait, by what was told in the last `within` seconds; 0 else."""
-        with self._database.reading() as connection:
+        with self._database.session() as connection:
             load = self._fact(connection, "server")
         is_new = load is not None and abs(self.clock() - load["seconds"]) <= within
         return load["queued"] if is_new else 0
@@ -201,28 +199,22 @@ class Buffer:
     def count(self, route: str, *, held_out: bool, after: int = 0) -> int:
         """How many records of a side of `route` have an id above `after`."""
         query = f"SELECT count(*) {_SIDE[held_out]} AND id > ?"
-        return self._number(query, route, self.gate_fraction, after)
+        return self._rows(query, route, self.gate_fraction, after)[0][0]
 
     def conversations(self, route: str, *, held_out: bool, newest: int) -> int:
         """How many conversations the `newest` records of a side of `route` belong to."""
         side = f"SELECT split {_SIDE[held_out]} ORDER BY id DESC LIMIT ?"
         query = f"SELECT count(DISTINCT split) FROM ({side})"
-        return self._number(query, route, self.gate_fraction, newest)
+        return self._rows(query, route, self.gate_fraction, newest)[0][0]
 
     def last_id(self, route: str) -> int:
         """The highest id stored for `route`, 0 if there is none."""
-        return self._number("SELECT coalesce(max(id), 0) FROM records WHERE route = ?", route)
-
-    def _number(self, query: str, *values: object) -> int:
-        with self._database.reading() as connection:
-            return connection.execute(query, values).fetchone()[0]
+        return self._rows("SELECT coalesce(max(id), 0) FROM records WHERE route = ?", route)[0][0]
 
     def newest(self, route: str, count: int, *, held_out: bool, after: int = 0) -> list[Record]:
         """The `count` newest records of a side with an id above `after`, the newest first."""
         query = f"SELECT id, content {_SIDE[held_out]} AND id > ? ORDER BY id DESC LIMIT ?"
-        with self._database.reading() as connection:
-            values = (route, self.gate_fraction, after, count)
-            return self._records(connection.execute(query, values))
+        return self._records(self._rows(query, route, self.gate_fraction, after, count))
 
     def older(
         self, route: str, count: int, *, held_out: bool, seed: int, recent: int
@@ -230,14 +222,17 @@ class Buffer:
         """`count` different records (fewer if there are fewer), uniform, in random order.
 
         Drawn from all of that side of `route` but the newest `recent`. The same content and seed
-        give the same records.
+        give the same records; one that another process deletes meanwhile is left out.
         """
         query = f"SELECT id {_SIDE[held_out]} ORDER BY id DESC LIMIT -1 OFFSET ?"
+        ids = self._rows(query, route, self.gate_fraction, recent)
+        chosen = random.Random(seed).sample(ids, min(count, len(ids)))
         one = "SELECT id, content FROM records WHERE id = ?"
-        with self._database.reading() as connection:
-            ids = connection.execute(query, (route, self.gate_fraction, recent)).fetchall()
-            chosen = random.Random(seed).sample(ids, min(count, len(ids)))
-            return self._records(connection.execute(one, drawn).fetchone() for drawn in chosen)
+        return self._records(row for drawn in chosen for row in self._rows(one, *drawn))
+
+    def _rows(self, query: str, *values: object) -> list[Any]:
+        with self._database.session() as connection:
+            return connection.execute(query, values).fetchall()
 
     def _records(self, rows: Iterable[tuple[int, bytes]]) -> list[Record]:
         """The records of ids and contents, without damaged ones."""

@@ -90,18 +90,11 @@ class Database:
 
     @contextmanager
     def session(self) -> Iterator[sqlite3.Connection]:
-        """The connection, for one thread at a time."""
+        """The connection, for one thread at a time; a statement sees one moment of the file."""
         with self._threads, self._as_os_error():
             if self._connection is None:
                 raise ValueError(f"{self.path} is closed")
             yield self._connection
-
-    @contextmanager
-    def reading(self) -> Iterator[sqlite3.Connection]:
-        """A connection that sees one moment of the file."""
-        with self.session() as connection, connection:
-            connection.execute("BEGIN")
-            yield connection
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:

@@ -88,6 +88,26 @@ def test_older_records_are_the_same_for_a_seed_and_as_many_as_can_be(buffer: Buf
     assert buffer.older("no", 5, held_out=True, seed=1, recent=5) == []
 
 
+def test_a_record_that_is_deleted_during_a_look_is_left_out(
+    buffer: Buffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer.append(entries(range(60)))
+    trained = [number for number in range(60) if not held(number)]
+    rows = buffer._rows
+
+    def meanwhile(query: str, *values: object) -> list:
+        found = rows(query, *values)
+        if "OFFSET" in query:  # the ids to draw from
+            with buffer._database.writing() as connection:
+                connection.execute("DELETE FROM records WHERE id <= ?", (first + 9,))
+        return found
+
+    first = buffer.last_id("default") - 59
+    monkeypatch.setattr(buffer, "_rows", meanwhile)
+    found = buffer.older("default", 99, held_out=False, seed=1, recent=0)
+    assert sorted(seeds(found)) == [number for number in trained if number > 9] != trained
+
+
 def test_counts_are_added_up_by_route_and_version(buffer: Buffer) -> None:
     row = Served(route="a", version="v000002", requests=1, tokens=9, rounds=3, drafted=12)
     row = replace(row, accepted=6, tested=8, acceptance=0.5)

@@ -158,6 +158,6 @@ def test_an_exception_undoes_the_transaction(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         doomed()
-    with database.reading() as connection:
+    with database.session() as connection:
         assert connection.execute("SELECT count(*) FROM t").fetchone() == (0,)
     database.close()

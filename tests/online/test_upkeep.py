@@ -11,7 +11,7 @@ from tests.online.traffic import DAY, Clock, entries, numbers, settings
 
 
 def content_bytes(buffer: Buffer) -> int:
-    with buffer._database.reading() as connection:
+    with buffer._database.session() as connection:
         return connection.execute("SELECT sum(length(content)) FROM records").fetchone()[0]
 
 
@@ -78,7 +78,7 @@ def test_what_is_deleted_is_not_in_the_files_any_more(tmp_path: Path) -> None:
     buffer.append(entries(range(100, 150), tokens=300, width=8))
     clock.pass_time(2 * DAY)
     buffer.append(entries(range(150, 200)))
-    with buffer._database.reading() as connection:
+    with buffer._database.session() as connection:
         blobs = connection.execute("SELECT content FROM records ORDER BY id").fetchall()
     stored = {number: blob for number, (blob,) in zip(range(100, 200), blobs, strict=True)}
     assert all(traces(number) for number in range(100, 200))

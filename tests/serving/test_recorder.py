@@ -232,7 +232,7 @@ def test_the_real_buffer_holds_what_was_served_and_no_trace_of_who_opted_out(
     check_record(next(one for one in found if len(one.output_ids) == 9), 1.0)
     (counts,) = buffer.served("default")
     assert (counts.requests, counts.tokens) == (written.requests, written.tokens) == (3, 22)
-    with buffer._database.reading() as connection:
+    with buffer._database.session() as connection:
         rows = connection.execute("SELECT content FROM records").fetchall()
     files = b"".join(path.read_bytes() for path in tmp_path.iterdir() if path.is_file())
     files += b"".join(zlib.decompress(content) for (content,) in rows)

@@ -50,10 +50,10 @@ def pack(rows: Sequence[Any], schema: pa.Schema) -> pa.RecordBatch:
 
 
 def unpack(table: pa.Table, row: int, make: Callable[..., Item]) -> Item:
-    """`make(**columns)` of one row of what `pack` made: ids, None and every bit of a float."""
+    """`make(**columns)` of a row of what `pack` made, which comes back to the bit."""
     (own,) = table.slice(row, 1).to_batches()
-    lists = [column.name for column in own.schema if pa.types.is_list(column.type)]
-    nested = [name for name in lists if pa.types.is_list(own[name].type.value_type)]
+    is_list = pa.types.is_list
+    nested = [one.name for one in own.schema if is_list(one.type) and is_list(one.type.value_type)]
     (values,) = own.drop_columns(nested).to_pylist(maps_as_pydicts="strict")
     for name in nested:  # what Arrow makes of them itself takes five times as long
         values[name] = None

@@ -22,6 +22,7 @@ from pipelines.certify import DIFFERENT
 from pipelines.command import run_command
 from pipelines.product import SUMMARY
 from tests import tiny
+from tests.keys import missing_keys
 from tests.replies import answer_by
 from tests.serving import running
 from tests.serving.fakes import chat_tokenizer, serving
@@ -82,6 +83,7 @@ def test_draftkits_own_server_is_certified(
 ) -> None:
     assert certified(command) == 0
     summary = read_json(tmp_path / "certificate" / "certify" / SUMMARY)
+    assert missing_keys("certify", summary) == []
     assert summary["certified"] is True
     assert summary["greedy"]["compared"] == 24
     assert summary["sampled"]["answers"] == [24 * SAMPLES] * 2

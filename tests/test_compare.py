@@ -22,6 +22,7 @@ from pipelines.compare import compare, show
 from pipelines.rankings import Ranking, differing, rankings, recommendation
 from pipelines.runs import Run, expand, read_run, read_runs
 from pipelines.sheet import as_csv, grid_tables, page_of
+from tests.keys import missing_keys
 
 DOCUMENTS = 24
 
@@ -530,6 +531,7 @@ def test_the_command_says_what_to_take_and_leaves_a_page_and_a_table(
     folder = Path("outputs/default/compare")
     assert "Take a_drafter_with_a_rather_long_name" in (folder / "compare.html").read_text()
     a, b = csv.DictReader((folder / "compare.csv").read_text().splitlines())
+    assert missing_keys("compare", a) == []
     assert [a["name"], b["name"]] == two
     (run,) = read_run(Path(two[1]))
     assert float(b["alpha"]) == run.entries["alpha"].mean

@@ -22,6 +22,7 @@ from pipelines.plan import MEASURE_ENGINE
 from pipelines.product import SUMMARY
 from tests.engines import making
 from tests.engines.counts import Answer, OurDecoder
+from tests.keys import missing_keys
 from tests.replies import answer_by
 from tests.smoke import smoke
 
@@ -143,6 +144,7 @@ def test_what_an_engine_counts_is_what_is_predicted(
 ) -> None:
     engine = Engine(name, pair)
     summary = measured(engine, "sampling.temperature=0")
+    assert missing_keys("measure_engine", summary) == []
     assert (summary["engine"], summary["gamma"], summary["prompts"]) == (name, GAMMA, 24)
     assert summary["tokens_per_second"] > 0
     assert [one["drafts"] for one in summary["rows"]] == (

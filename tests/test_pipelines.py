@@ -25,6 +25,7 @@ from pipelines.contexts import read_contexts
 from pipelines.plan import DISTILL, EVALUATE, EXPORT, GENERATE, PREPARE, SCORES, TRAIN
 from pipelines.product import Stage, plan
 from pipelines.stage import ensure
+from tests.keys import missing_keys
 from tests.smoke import numbers, paths_of, same_weights, smoke
 
 pytestmark = pytest.mark.usefixtures("one_pass")
@@ -95,6 +96,7 @@ def test_one_command_runs_every_stage_and_answers_the_question(finished, root, c
 def test_an_export_launches_the_judged_drafter_and_says_what_to_expect(finished, root, capsys):
     judged = read_json(finished / "evaluate" / "summary.json")
     summary = launch(EXPORT, smoke(root))
+    assert missing_keys("export", summary) == []
     assert summary["gamma"] == max(1, judged["best_gamma"])
     argmax = max(1, judged["best_gamma_by_mode"]["alpha_greedy_draft"])
     assert summary["engines"]["sglang"]["gamma"] == argmax
@@ -216,7 +218,8 @@ def test_transformers_proposes_as_many_tokens_as_pay_by_what_the_folder_says(fin
 @pytest.mark.parametrize("source", ["fixed", "target"])
 def test_stored_scores_teach_without_the_target_in_memory(tmp_path, source, monkeypatch):
     config = smoke(tmp_path, f"source={source}", "generate.top_k=40")
-    ensure(SCORES, config)
+    scored = read_json(ensure(SCORES, config) / "summary.json")
+    assert missing_keys("scores", scored) == []
     carried = [r.topk_ids for path in tmp_path.glob("shared/generate/*") for r in read_parts(path)]
     assert carried == [r.topk_ids for r in read_parts(plan(SCORES, config).folder)][: len(carried)]
     assert bool(carried) == (source == "target")
@@ -314,6 +317,7 @@ def test_the_benchmark_measures_the_trained_pair_beside_hugging_face(root, capsy
         monkeypatch.setattr(decoder, name, value)
     summary = launch(decoder.STAGE, smoke(root))
     assert summary == read_json(root / "smoke" / "benchmark" / "summary.json")
+    assert missing_keys("benchmark", summary) == []
     assert set(summary["acceptance_length"]) == {"mean", "ci95", "n", "prompts", "documents"}
     plain, drafted, *_ = summary["points"]
     for name in ("plain", "hf_plain", "hf_assisted"):

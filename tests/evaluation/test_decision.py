@@ -76,7 +76,8 @@ def without_intervals(value):
 
 
 def whole(summary, **more):
-    page = decision_page(summary, name="chats", traces=[TRACE], provenance=PROVENANCE, **more)
+    given = {"name": "chats", "traces": [TRACE], "provenance": PROVENANCE} | more
+    page = decision_page(summary, **given)
     return as_html(page), as_markdown(page)
 
 

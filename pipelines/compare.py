@@ -5,30 +5,29 @@ runs uploaded to Weights & Biases. It measures nothing: it says which run to tak
 sure, and which settings differ, and leaves a page and a table in `<root>/<name>/compare`.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from draftkit.artifacts import write_text
 from draftkit.config import Config
-from draftkit.evaluation.page import Page, as_html
 
 from .command import run_command
-from .rankings import rankings
+from .rankings import Ranking, rankings, recommendation
 from .runs import read_runs
-from .sheet import TABLE, as_csv, page_of
+from .sheet import TABLE, as_csv, grid_of, page_of, parts_of, settings_table
 
 PAGE = "compare.html"
 
 
-def show(page: Page, console: Console) -> None:
-    """Print the page without its figures and what is folded."""
-    console.print(f"{page.verdict}. {page.sentence}\n")
-    for section in page.sections:
-        for part in section.parts:
-            if isinstance(part, str | Table) and not section.folded:
-                console.print(part)
+def show(made: Sequence[Ranking], unread: Sequence[str], console: Console) -> None:
+    """Print what the page says, without its figures, and without settings that a grid tells."""
+    verdict, _, sentence = recommendation(made)
+    parts = [part for one in made for part in parts_of(one)]
+    if made and not grid_of(made[0].runs):
+        parts.append(settings_table(made[0].runs))
+    console.print(f"{verdict}. {sentence}\n", *parts, *unread, sep="\n")
 
 
 def compare(config: Config) -> None:
@@ -41,11 +40,10 @@ def compare(config: Config) -> None:
         f"{one.name}: {', '.join(one.unfinished)} unfinished" for one in runs if one.unfinished
     ]
     made, folder = rankings(runs), Path(config.root) / config.name / "compare"
-    page = page_of(made, unread)
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / PAGE, as_html(page))
+    write_text(folder / PAGE, page_of(made, unread))
     write_text(folder / TABLE, as_csv(made))
-    show(page, Console(markup=False, highlight=False))
+    show(made, unread, Console(markup=False, highlight=False))
     print(f"As a page: {folder / PAGE}")
 
 

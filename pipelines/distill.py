@@ -17,11 +17,10 @@ from rich.console import Console
 from draftkit.artifacts import atomic_path, read_json, write_json, write_text
 from draftkit.config import Config
 from draftkit.engines.folder import assistant_options
+from draftkit.engines.launch import model_card
 from draftkit.evaluation.alpha import MODES
-from draftkit.evaluation.cards import model_card
-from draftkit.evaluation.decision import decision_page
 from draftkit.evaluation.engines import best_gamma_of
-from draftkit.evaluation.page import REPORT, as_html, without_traces, write_page
+from draftkit.evaluation.page import REPORT, as_html, decision_page, write_page
 from draftkit.evaluation.report import result_lines, ways_table
 from draftkit.models.files import CARD
 from draftkit.models.served import FILE as GENERATION_CONFIG
@@ -59,7 +58,7 @@ def distill(config: Config, folder: StageFolder) -> dict[str, Any]:
         # No links: who edits what lies here must not change what was trained and judged.
         shutil.copytree(trained / DRAFT, temporary)
         target = config.target.location if config.target.path else None
-        card = model_card(judged, target=target, name=config.name)
+        card = model_card(judged, target=target, name=config.name, kind=judged["kind"])
         write_text(temporary / CARD, card)
         if (generation := temporary / GENERATION_CONFIG).exists():  # a head has none
             proposing = assistant_options(max(best_gamma_of(judged, "hf"), 1))
@@ -73,7 +72,7 @@ def distill(config: Config, folder: StageFolder) -> dict[str, Any]:
         trained=training,
     )
     write_page(folder.path, page)
-    folder.tracker.report(as_html(without_traces(page)))
+    folder.tracker.report(as_html(page | {"traces": ()}))
     folder.tracker.artifact(f"{config.name}-draft", folder.path / DRAFT, summary)
     return summary
 

@@ -17,11 +17,10 @@ from draftkit.artifacts import machine, provenance, read_json, write_json, write
 from draftkit.config import PLAIN, Config, DraftConfig
 from draftkit.data.rollouts import document_of
 from draftkit.decoding.trace import answers, as_rows, as_text
-from draftkit.evaluation.decision import decision_page
 from draftkit.evaluation.engines import serves
 from draftkit.evaluation.judge import Measured, Prompts, check_lossless, gather
 from draftkit.evaluation.lossless import LOSSY, NOT_CHECKED
-from draftkit.evaluation.page import REPORT, as_html, without_traces, write_page
+from draftkit.evaluation.page import REPORT, as_html, decision_page, write_page
 from draftkit.evaluation.report import (
     engine_table,
     evaluation_table,
@@ -204,7 +203,7 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
         provenance={**provenance(), "inputs": folder.digests},
     )
     write_page(folder.path, page)
-    folder.tracker.report(as_html(without_traces(page)))
+    folder.tracker.report(as_html(page | {"traces": ()}))
     return summary
 
 

@@ -13,8 +13,7 @@ from draftkit.artifacts import read_json, write_text
 from draftkit.config import Config
 from draftkit.engines.folder import write_head_folder, write_plain_folder
 from draftkit.engines.hub import upload
-from draftkit.engines.launch import expected, launch_text, launched_gammas
-from draftkit.evaluation.cards import model_card, plain_card
+from draftkit.engines.launch import expected, launch_text, launched_gammas, model_card
 from draftkit.models.files import CARD
 from draftkit.models.head_files import kind_of
 from draftkit.models.heads import MEDUSA, head_class
@@ -70,9 +69,7 @@ def export(config: Config, folder: StageFolder) -> dict[str, Any]:
     else:
         notes = write_plain_folder(drafter, target, folder.path / PLAIN, gamma=gamma, dtype=dtype)
     name = config.target.location if config.target.path else None
-    card = plain_card(name, gamma, kind=kind)
-    if judged:
-        card = model_card(judged, target=name, name=config.name)
+    card = model_card(judged, target=name, name=config.name, kind=kind, gamma=gamma)
     write_text(folder.path / PLAIN / CARD, card)
     local = Path(target.location).is_dir()
     text = launch_text(

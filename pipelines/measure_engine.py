@@ -23,8 +23,8 @@ from draftkit.engines.counters import LLAMACPP, SGLANG, Answer, Server
 from draftkit.evaluation.alpha import PromptTotals, score_drafts
 from draftkit.evaluation.engines import SETTINGS, EngineSetting, drafted_as
 from draftkit.evaluation.intervals import acceptance_length, estimate
-from draftkit.evaluation.report import interval, signed
 from draftkit.models.loading import load_draft, load_target
+from draftkit.templates import interval, signed
 from draftkit.theory.acceptance import Rate
 
 from .command import main

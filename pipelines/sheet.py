@@ -10,8 +10,9 @@ from rich import box
 from rich.table import Table
 
 from draftkit.config import DIVERGENCE_NAMES, MIXTURE, SOURCE_NAMES
-from draftkit.evaluation.page import AFTER, MUTED, Answer, Figure, Page, Section
+from draftkit.evaluation.page import AFTER, MUTED, Figure
 from draftkit.evaluation.ranking import Difference, Entry, front
+from draftkit.templates import render
 
 from .rankings import CONTROL, Ranking, differing, recommendation
 from .runs import Run
@@ -42,12 +43,6 @@ def table_of(columns: Sequence[str], title: str = "", caption: str = "") -> Tabl
     for name in columns[1:]:
         table.add_column(name, justify="right", no_wrap=True)
     return table
-
-
-def markdown(*rows: Sequence[object]) -> str:
-    """A table of a document, its head first."""
-    lines = [f"| {' | '.join(map(str, row))} |" for row in rows]
-    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:], ""])
 
 
 def ranking_table(ranking: Ranking) -> Table:
@@ -187,26 +182,37 @@ def figures_of(runs: Sequence[Run]) -> list[Figure]:
     return made + [curves(runs)] * any(run.curve for run in runs)
 
 
-def page_of(made: Sequence[Ranking], unread: Sequence[str]) -> Page:
+def parts_of(ranking: Ranking) -> list[str | Table]:
+    """What the terminal and the page say of the runs at one temperature."""
+    hidden = len(ranking.runs) - SHOWN
+    more = [f"{hidden} more in {TABLE}"] * (hidden > 0)
+    return [ranking_table(ranking), *more, *ranking.notes, *grid_tables(ranking.runs)]
+
+
+def page_of(made: Sequence[Ranking], unread: Sequence[str]) -> str:
     """The comparison as a page. unread: sentences on runs that are in no ranking."""
-    sections, answers = [], []
-    for one in made:
-        at, hidden = f" at temperature {one.runs[0].temperature}", len(one.runs) - SHOWN
-        more = [f"{hidden} more in {TABLE}"] * (hidden > 0)
-        sections.append(Section(f"Where the best lies{at}", figures_of(one.runs)))
-        parts = [ranking_table(one), *more, *one.notes, *grid_tables(one.runs)]
-        sections.append(Section(f"All runs{at}", parts))
-    if made:
-        runs = made[0].runs
-        if speedup := runs[0].entries.get("speedup"):
-            number, interval = text_of(speedup, ".2f").split("\n")
-            words = f"end to end, of {runs[0].label} over plain decoding"
-            answers.append(Answer("How much faster?", number, interval, words))
-        folded = bool(grid_of(runs))  # which tells as much
-        sections.append(Section("Settings that differ", [settings_table(runs)], folded))
-    if unread:
-        sections.append(Section("Not finished", unread))
-    return Page("Comparison of runs", *recommendation(made), answers, sections)
+    verdict, tone, sentence = recommendation(made)
+    runs = made[0].runs if made else []
+    speedup = runs[0].entries.get("speedup") if runs else None
+    return render(
+        "compare.html",
+        verdict=verdict,
+        tone=tone,
+        sentence=sentence,
+        best=runs[0].label if runs else "",
+        speedup=text_of(speedup, ".2f").split("\n") if speedup else None,
+        rankings=[
+            {
+                "temperature": one.runs[0].temperature,
+                "figures": figures_of(one.runs),
+                "parts": parts_of(one),
+            }
+            for one in made
+        ],
+        settings=settings_table(runs) if runs else None,
+        is_grid=bool(grid_of(runs)),  # which tells as much
+        unread=unread,
+    )
 
 
 def as_csv(made: Sequence[Ranking]) -> str:

@@ -15,7 +15,6 @@ import yaml
 from rich.console import Console
 
 from draftkit.evaluation.intervals import estimate, speedup
-from draftkit.evaluation.page import as_html
 from draftkit.theory.acceptance import Rate
 from pipelines.command import run_command
 from pipelines.compare import compare, show
@@ -429,7 +428,7 @@ def grid(tmp_path: Path) -> Path:
 def shown(made: list[Ranking], unread: list[str] | None = None) -> str:
     console = Console(width=80, force_terminal=False, markup=False)
     with console.capture() as capture:
-        show(page_of(made, unread or []), console)
+        show(made, unread or [], console)
     assert max(map(len, capture.get().splitlines())) <= 80
     return capture.get()
 
@@ -469,7 +468,7 @@ def test_a_grid_is_of_divergences_and_sources_alone(tmp_path: Path) -> None:
 def test_the_page_needs_nothing_else_and_escapes_what_runs_are_called(grid: Path) -> None:
     experiment(grid / "<b>&divergence", 0.5, divergence={"name": "jsd"}, source={"name": "mix"})
     made = rankings(read_runs([str(grid)]))
-    text = as_html(page_of(made, ["x: evaluate unfinished"]))
+    text = page_of(made, ["x: evaluate unfinished"])
     assert "<b>&divergence" not in text
     assert "&lt;b&gt;&amp;divergence" in text
     assert "http" not in text
@@ -482,7 +481,7 @@ def test_the_page_needs_nothing_else_and_escapes_what_runs_are_called(grid: Path
 def test_a_page_and_a_table_of_nothing_say_so() -> None:
     run = Run("outputs/killed", {}, ["evaluate"])
     assert rankings([run]) == []
-    assert "Nothing to compare" in as_html(page_of([], ["killed: evaluate unfinished"]))
+    assert "Nothing to compare" in page_of([], ["killed: evaluate unfinished"])
     assert as_csv([]).strip() == ""
     assert shown([], ["killed: evaluate unfinished"]).startswith("Nothing to compare.")
 

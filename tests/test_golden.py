@@ -1,8 +1,9 @@
 """Golden numbers: what runs at a fixed seed gave, before the house was rebuilt, must stay.
 
 In float32, on one thread, under the pins of constraints.txt: losses within 1e-5 of themselves,
-tokens equal, keys of summaries present, refusals to the word. The numbers lie in golden.json; one
-that changes with a reason is written there by hand, and the reason into the commit.
+tokens equal, keys of summaries present (keys.json), refusals to the word. The numbers lie in
+golden.json; one that changes with a reason is written there by hand, and the reason into the
+commit.
 """
 
 import json

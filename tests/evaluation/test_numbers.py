@@ -17,8 +17,8 @@ from zlib import crc32
 import pytest
 
 from draftkit.artifacts import read_json
-from draftkit.evaluation.cards import model_card
-from tests.evaluation.test_decision import PROVENANCE, TRAINED, judged, whole
+from draftkit.engines.launch import model_card
+from tests.evaluation.test_page import PROVENANCE, TRAINED, judged, whole
 
 GOLDEN = read_json(Path(__file__).with_name("numbers.json"))
 NUMBER = re.compile(r"(?<![\w.#;-])[+-]?\d+(?:,\d{3})*(?:\.\d+)?%?(?![\w.]*[A-Za-z_])")
@@ -111,7 +111,7 @@ def test_every_number_that_is_shown_is_the_one_that_it_stands_for(kind: str) -> 
     check(summary, GOLDEN[kind]["page"], numbers_of_page(page))
     read, _, _ = page.partition("<details>")
     assert sorted(numbers_in(short)) == sorted(numbers_of_page(read))
-    card = model_card(KINDS[kind], target=None, name="chats")
+    card = model_card(KINDS[kind], target=None, name="chats", kind=summary["kind"])
     of_training = numbers_in(next(x for x in short.splitlines() if x.startswith("Training took")))
     text, _, use = card.partition("## Use")
     assert sorted([*numbers_in(text), *of_training]) == sorted(numbers_in(short))

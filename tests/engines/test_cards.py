@@ -5,17 +5,21 @@ import json
 import pytest
 import torch
 
-from draftkit.evaluation.cards import SERVED, model_card, plain_card, serving
+from draftkit.engines.launch import model_card
 from draftkit.models.head_files import P_EAGLE
 from draftkit.models.heads import EAGLE3, MEDUSA
 from draftkit.models.loading import save_model
 from tests import tiny
-from tests.evaluation.test_decision import judged
+from tests.evaluation.test_page import judged
+
+
+def card_of(one, *, target="some/target", kind="plain", **more):
+    return model_card(one, target=target, name="chats", kind=kind, **more)
 
 
 @pytest.fixture
 def card():
-    return model_card(judged(), target="some/target", name="chats")
+    return card_of(judged())
 
 
 def test_a_card_begins_with_what_the_hub_reads_and_names_target_and_experiment(card):
@@ -29,53 +33,41 @@ def test_a_card_begins_with_what_the_hub_reads_and_names_target_and_experiment(c
 def test_a_card_names_no_folder_of_the_machine_that_wrote_it(tmp_path):
     (tmp_path / "model.gguf").touch()
     for own in (None, str(tmp_path), f"{tmp_path}/model.gguf"):  # the hub can link none
-        cards = model_card(judged(), target=own, name="a"), plain_card(own, 3)
-        for text in cards:
+        for text in (card_of(judged(), target=own), card_of(None, target=own)):
             assert "base_model" not in text
             assert str(tmp_path) not in text
             assert "its target verifies" in text
 
 
 def test_a_drafter_that_was_not_judged_states_no_number():
-    text = plain_card("some/target", 3)
+    text = card_of(None, gamma=3)
     assert "has not been measured" in text
     assert "| alpha" not in text
     assert '"num_speculative_tokens": 3' in text
 
 
-def test_commands_for_engines_hold_both_models_and_the_gamma_of_each():
-    gammas = {"vllm": 3, "sglang": 2, "llamacpp": 1, "hf": 4}
-    text = serving("the/target", "the/draft", gammas)
-    (line,) = (line for line in text.splitlines() if "--speculative-config" in line)
-    options = json.loads(line.partition("'")[2].rpartition("'")[0])
-    assert options["model"] == "the/draft"
-    assert options["num_speculative_tokens"] == 3
-    assert "--speculative-num-steps 2" in text
-    assert "--speculative-num-draft-tokens 3" in text
-    assert "--spec-draft-n-max 1" in text
-    assert "num_assistant_tokens = 4" in text
-
-
 def test_a_card_launches_engines_that_draft_by_argmax_with_a_gamma_of_their_own():
     modes = {"alpha": 5, "alpha_greedy_draft": 0, "alpha_exact_match": 0}
-    one = judged(best_gamma_by_mode=modes)
-    text = model_card(one, target="some/target", name="chats")
+    text = card_of(judged(best_gamma_by_mode=modes))
     assert "not to speculate: vLLM 5, SGLang 0, llama.cpp 0, transformers 5.\n" in text
-    assert '"num_speculative_tokens": 5' in text
+    (line,) = (line for line in text.splitlines() if "--speculative-config" in line)
+    assert line.startswith("    vllm serve some/target ")
+    options = json.loads(line.partition("'")[2].rpartition("'")[0])
+    assert (options["model"], options["num_speculative_tokens"]) == ("DRAFT", 5)
     assert "--speculative-num-steps 1" in text
+    assert "--speculative-num-draft-tokens 2" in text
     assert "--spec-draft-n-max 1" in text
+    assert "num_assistant_tokens = 5" in text
 
 
 def test_a_card_of_a_head_names_the_engines_that_load_it():
     for kind, engines in ((EAGLE3, ["vLLM", "SGLang", "llama.cpp"]), (P_EAGLE, ["vLLM"])):
-        for text in (
-            model_card(judged() | {"kind": kind}, target=None, name="a"),
-            plain_card(None, 3, kind=kind),
-        ):
+        for one in (judged(kind=kind), None):
+            text = card_of(one, target=None, kind=kind)
             lines = [line for line in text.splitlines() if line.endswith(":")]
             assert [line.split(",")[0].removesuffix(":") for line in lines] == engines
             assert '"method": "eagle3"' in text
-    assert "No engine loads Medusa heads any more" in plain_card(None, 3, kind=MEDUSA)
+    assert "No engine loads Medusa heads any more" in card_of(None, kind=MEDUSA)
 
 
 @torch.inference_mode()
@@ -83,10 +75,8 @@ def test_the_lines_for_transformers_run(tmp_path, capsys):
     target = tiny.model()
     for name, model in (("target", target), ("draft", tiny.related(target))):
         save_model(model, tiny.byte_tokenizer(), tmp_path / name)
-    code = (
-        serving(f"{tmp_path}/target", f"{tmp_path}/draft", dict.fromkeys(SERVED, 2))
-        .partition("```python\n")[2]
-        .partition("```")[0]
-    )
+    code = card_of(None, target=None).partition("```python\n")[2].partition("```")[0]
+    for name in ("target", "draft"):
+        code = code.replace(f'"{name.upper()}"', repr(f"{tmp_path}/{name}"))
     exec(code, {})
     assert capsys.readouterr().out.startswith("Once upon a time")

@@ -64,13 +64,14 @@ def test_a_server_killed_anywhere_keeps_what_it_acknowledged(
     """Records that were once seen in the buffer are there after every kill, whole."""
     name, moments, seen = "server", random.Random(2), 0
     config = composed(root, "+experiment=serve", f"name={name}")
+    model = Path(config.target.path).name
     for _ in range(ROUNDS // 2):
         server = start(root, name, "serve.port=0", stage="serve")
         try:
             said = until(server, lambda line: "answers at" in line)
             url = said.rsplit(" ", 1)[-1].strip()
             for record in records[: moments.randrange(2, 6)]:
-                body = {"model": "embedded", "prompt": record.prompt_ids, "max_tokens": 8}
+                body = {"model": model, "prompt": record.prompt_ids, "max_tokens": 8}
                 httpx.post(f"{url}/completions", json=body, timeout=60).raise_for_status()
             time.sleep(moments.uniform(0, 0.5))
             acknowledged = held(config)

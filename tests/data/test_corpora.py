@@ -256,7 +256,7 @@ def test_the_questions_that_come_along_keep_their_own_test_split() -> None:
     own = {row["prompt"] for row in rows if row["split"] == "test"}
     assert {document.row["prompt"] for document in parts["test"]} == own
     assert {document.domain for document in documents} == {"questions"}
-    assert [len(parts[name]) for name in ("train", "validation", "test")] == [1505, 95, 300]
+    assert [len(parts[name]) for name in ("train", "validation", "test")] == [3120, 180, 300]
     few = split(documents[:40], data)  # none is kept for tests
     assert [len(few[name]) for name in ("train", "validation", "test")] == [36, 2, 2]
 

@@ -145,9 +145,9 @@ def to_config(composed: DictConfig) -> Config:
 def spelled_out(words: Sequence[str]) -> list[str]:
     """The overrides `words` as Hydra needs them.
 
-    `draft.path` chooses `draft=local`, and no cut of an experiment: what is given is not made. A
-    setting that is a mapping takes new keys, which Hydra adds or replaces with two plusses alone.
-    The jobs of a sweep are named by what is not the same in all of them.
+    `draft.path` chooses `draft=local`, a plain drafter: what is given is not made, and such a one
+    reads no hidden states. A setting that is a mapping takes new keys, which Hydra adds or replaces
+    with two plusses alone. The jobs of a sweep are named by what is not the same in all of them.
     """
     swept = any(word in ("-m", "--multirun") for word in words)
     words = [_as_typed(word, swept=swept) for word in words]
@@ -155,7 +155,8 @@ def spelled_out(words: Sequence[str]) -> list[str]:
     given = any(word.startswith("draft.path=") and word != "draft.path=null" for word in words)
     # What is added stands in front, as options may stand behind.
     if given and not any(word.startswith(("draft=", "+draft=")) for word in words):
-        words = ["draft=local", "draft.shrink.layers=[]", "draft.shrink.vocabulary=0", *words]
+        cleared = ("draft.shrink.layers=[]", "draft.shrink.vocabulary=0")
+        words = ["draft=local", *cleared, "generate.hidden_states=false", *words]
     if swept:
         overrides = OverridesParser.create().parse_overrides([*filter(OVERRIDE.match, words)])
         fixed = [one.key_or_group for one in overrides if not one.is_sweep_override()]

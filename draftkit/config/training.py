@@ -124,7 +124,9 @@ class OptimConfig(Section, key="optim"):
     max_steps: int = positive(100, "optimizer steps of the run")
     per_device_train_batch_size: int = positive(16, "rows of a pass, in each process")
     gradient_accumulation_steps: int = positive(1, "passes of a step")
-    max_grad_norm: float = positive(1.0, "norm to which gradients are clipped")
+    max_grad_norm: float = setting(
+        1.0, "norm that gradients are clipped to; .inf: none", "(0, inf]"
+    )
     weight_decay: float = setting(0.0, "of AdamW", "[0, inf)")
     eval_steps: int = positive(50, "steps between two looks at alpha, whose best weights stay")
     save_steps: int = positive(100, "steps between two checkpoints, of which the last stays")

@@ -75,12 +75,12 @@ class Completion:
         if likeliest:
             values |= {name: getattr(self, name) for name in LIKELIEST}
         if proposals:
-            places = [(step, place) for step in self.steps for place in range(step.committed)]
+            tokens = [(step, index) for step in self.steps for index in range(step.committed)]
             values["proposals"] = [
-                step.proposed[place] if place < len(step.proposed) else -1 for step, place in places
+                step.proposed[index] if index < len(step.proposed) else -1 for step, index in tokens
             ]
             values["rejected"] = [
-                step.accepted <= place < len(step.proposed) for step, place in places
+                step.accepted <= index < len(step.proposed) for step, index in tokens
             ]
         count = len(self.output_ids)  # what a stop string has cut off the answer is not recorded
         return {name: value[:count] for name, value in values.items()}

@@ -106,7 +106,12 @@ class Endpoint:
                 async with slots:
                     return await answer(item)
 
-            return await asyncio.gather(*map(one, items))
+            tasks = [asyncio.ensure_future(one(item)) for item in items]
+            try:
+                return await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
 
         return self.runner.run(every())
 

@@ -140,7 +140,9 @@ def test_losses_are_compiled_by_themselves_where_it_pays_and_a_compiler_is_there
 
 
 def test_a_refusal_says_what_the_setting_means() -> None:
-    with pytest.raises(ValueError, match=r"in \(0, 1\), got 1\.0 \(jsd: .*forward_kl is 0, reverse_kl is 1\)$"):
+    with pytest.raises(
+        ValueError, match=r"in \(0, 1\), got 1\.0 \(jsd: .*forward_kl is 0, reverse_kl is 1\)$"
+    ):
         DivergenceConfig(beta=1.0)
 
 
@@ -173,7 +175,9 @@ def test_flatten_names_every_setting_as_the_user_types_it() -> None:
 
 def test_a_proposer_is_one_of_those_there_are_and_none_is_plain_decoding() -> None:
     assert DecodeConfig(proposer="none", gamma=4).gamma == 0
-    with pytest.raises(ValueError, match=r"^decode\.proposer must be one of sampled, .*'eagle' \(who proposes\)$"):
+    with pytest.raises(
+        ValueError, match=r"^decode\.proposer must be one of sampled, .*'eagle' \(who proposes\)$"
+    ):
         DecodeConfig(proposer="eagle")
 
 

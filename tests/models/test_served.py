@@ -161,7 +161,10 @@ def test_every_key_of_transformers_is_served_or_named_but_for_how_it_computes() 
         ({"top_k": 2.5}, r"json: top_k is 2\.5: correct it, or give sampling\.top_k="),
         ({"top_k": True}, r"json: top_k is True"),
         ('{"top_k": NaN}', r"json: top_k is nan"),
-        ({"top_p": 1.5}, r"json: sampling\.top_p must be in \(0, 1\], got 1\.5 \([^()]+\): correct it, or"),
+        (
+            {"top_p": 1.5},
+            r"json: sampling\.top_p must be in \(0, 1\], got 1\.5 \([^()]+\): correct it, or",
+        ),
     ],
 )
 def test_a_bad_file_is_refused_by_name_in_one_line(

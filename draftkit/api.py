@@ -10,7 +10,7 @@ import inspect
 import shutil
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from draftkit.config import (
     DraftConfig,
     HardwareConfig,
     SamplingConfig,
+    ShrinkConfig,
     SourceConfig,
     flatten,
     with_sections,
@@ -34,20 +35,22 @@ from draftkit.config.choices import is_of, require
 from draftkit.data.lengths import Room
 from draftkit.data.prompts import Example
 from draftkit.data.rollouts import Record
+from draftkit.data.splits import Splits
 from draftkit.data.store import rank_in_group
 from draftkit.decoding.generation import decode, make_requests
 from draftkit.distillation.assembly import load_learner
 from draftkit.distillation.fit import Fitted, fit
+from draftkit.distillation.pretrain import DRAFT, make_draft
 from draftkit.distillation.samplers import ROLLOUTS, TEST, VALIDATION, target_answers
 from draftkit.distillation.sources import TrainingTexts, reads_rollouts
 from draftkit.evaluation.alpha import PromptTotals, estimates, score_contexts
-from draftkit.evaluation.intervals import Estimate
+from draftkit.evaluation.intervals import Estimate, acceptance_length
 from draftkit.evaluation.judge import Measured, Prompts, check_lossless, gather, proposer_of
 from draftkit.evaluation.summary import compare
 from draftkit.models.adapter import Adapter
 from draftkit.models.compatibility import declare_target
 from draftkit.models.files import address_of
-from draftkit.models.loading import Target, load_draft, load_target
+from draftkit.models.loading import Target, load_draft, load_target, load_tokenizer
 from draftkit.models.served import served_sampling
 from draftkit.prompts import Prompt, check_held_out, examples_of, fit_examples, held_out_of
 from draftkit.theory.divergences import Divergence
@@ -116,6 +119,11 @@ class Evaluation:
         """The alpha gained since `before`, paired: both must be of the same prompts."""
         return self.totals.gain(before.totals)
 
+    def acceptance_length(self, gamma: int) -> Estimate:
+        """tau, tokens a target pass, with `gamma` sampled proposals a round (at least 1)."""
+        require(is_of(gamma, int) and gamma > 0, "gamma", "be a positive whole number", gamma)
+        return acceptance_length(self.totals.tokens_a_pass("alpha", gamma), gamma)
+
 
 @dataclass(frozen=True)
 class Generated:
@@ -144,10 +152,11 @@ def load_pair(
 ) -> Pair:
     """Load two models that share a vocabulary, from `save_pretrained` folders or the hub.
 
-    draft: its path, or its section. dtype: `float32`, `bfloat16`, or `auto`: bfloat16 where the
-    device computes in it. sampling: `model` takes that of the target's generation_config.json.
-    sections: others of `draftkit.config.Config`, by name. Raises ValueError, one line, for models
-    that cannot be loaded or do not fit together.
+    draft: its path, or its section. One without a path is made of the target and not trained: some
+    of its layers (`shrink.layers`), or a head (`kind`) that proposes all ids. dtype: `float32`,
+    `bfloat16`, or `auto`: bfloat16 where the device computes in it. sampling: `model` takes that of
+    the target's generation_config.json. sections: others of `draftkit.config.Config`, by name.
+    Raises ValueError, one line, for models that cannot be loaded or do not fit together.
     """
     hardware = HardwareConfig(device=device, dtype=dtype)
     config = with_sections(Config(hardware=hardware), sections)
@@ -159,8 +168,39 @@ def load_pair(
     if sampling == "model":
         sampling, _ = served_sampling(config.target, {})
     config = replace(config, sampling=sampling or config.sampling)
-    loaded = load_target(config.target, config.hardware)
-    return Pair(loaded, load_draft(config.draft, loaded), config)
+    with ExitStack() as kept:
+        if config.draft.path is None:
+            folder = Path(kept.enter_context(TemporaryDirectory()))
+            config = replace(config, draft=_made_of_target(config, folder))
+        loaded = load_target(config.target, config.hardware)
+        pair = Pair(loaded, load_draft(config.draft, loaded), config)
+        weakref.finalize(pair, kept.pop_all().close)
+        return pair
+
+
+def _made_of_target(config: Config, folder: Path) -> DraftConfig:
+    """The drafter of section `draft`, which names no model: made in `folder`, and not trained."""
+    draft, cut = config.draft, config.draft.shrink
+    rule = "name a model, or how to make one of the target: shrink.layers, or a kind of heads"
+    require(draft.is_head or bool(cut.layers), "draft.path", rule, None)
+    rule = "be 0: load_pair has no text, unlike `python -m pipelines.prepare`"
+    for key, value in (("steps", cut.steps), ("vocabulary", cut.vocabulary)):
+        require(value == 0, f"draft.shrink.{key}", rule, value)
+    if draft.is_head:
+        every, head = len(load_tokenizer(config.target)), draft.head
+        rule = f"be {every:,} or null: load_pair has no answers on which ids could be counted"
+        require(head.vocabulary in (None, every), "draft.head.vocabulary", rule, head.vocabulary)
+        draft = replace(draft, head=replace(head, vocabulary=every))
+    make_draft(
+        replace(config, draft=draft),
+        config.target,
+        Splits([], [], [], "", {}, Room(0, 0)),
+        folder,
+        tracker=Tracker(folder),
+        note=lambda line: None,
+        sha256=address_of(config.target),
+    )
+    return replace(draft, path=str(folder / DRAFT), shrink=ShrinkConfig())
 
 
 def distill(

@@ -22,9 +22,12 @@ from draftkit.artifacts import read_json
 from draftkit.config import (
     DataConfig,
     DecodeConfig,
+    DraftConfig,
     EvaluateConfig,
+    HeadConfig,
     OptimConfig,
     SamplingConfig,
+    ShrinkConfig,
 )
 from draftkit.models.compatibility import TARGET_SHA256
 from draftkit.models.files import address_of
@@ -77,6 +80,61 @@ def test_a_pair_can_be_served_as_its_target_says(folder: Path, tmp_path: Path) -
     assert draftkit.load_pair(*paths, sampling="model").config.sampling.top_k == 20
     own = SamplingConfig(temperature=0.7)
     assert draftkit.load_pair(*paths, sampling=own).config.sampling == own
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny target with layers enough for a head."""
+    folder = tmp_path_factory.mktemp("deep")
+    save_model(tiny.model(num_hidden_layers=7), tiny.byte_tokenizer(), folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [DraftConfig(shrink=ShrinkConfig(layers=[0])), DraftConfig(kind="eagle3")],
+    ids=["cut", "head"],
+)
+def test_a_drafter_is_made_of_the_target_and_learns(deep: Path, draft: DraftConfig) -> None:
+    pair = draftkit.load_pair(deep, draft, dtype="float32", optim=SHORT, evaluate=FEW)
+    folder = Path(pair.config.draft.path)
+    assert pair.draft.model.config.num_hidden_layers == 1
+    assert bool(pair.draft.reads) == draft.is_head
+    learned = draftkit.distill(pair, texts(60), source="target", steps=4)
+    before, after = (draftkit.evaluate(one, texts(24)) for one in (pair, pair.with_draft(learned)))
+    assert after.alpha.mean > before.alpha.mean
+    del pair
+    gc.collect()
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [
+        ({}, r"^draft\.path must name a model, or how to make one of the target"),
+        (
+            {"shrink": ShrinkConfig(layers=1, steps=3)},
+            r"^draft\.shrink\.steps must be 0: load_pair",
+        ),
+        ({"shrink": ShrinkConfig(layers=1, vocabulary=9)}, r"^draft\.shrink\.vocabulary must be 0"),
+        (
+            {"kind": "medusa", "head": HeadConfig(vocabulary=9)},
+            r"^draft\.head\.vocabulary must be ",
+        ),
+        ({"shrink": ShrinkConfig(layers=9)}, r"^draft\.shrink\.layers"),
+    ],
+)
+def test_a_drafter_that_cannot_be_made_is_refused(deep, draft, message):
+    with pytest.raises(ValueError, match=message):
+        draftkit.load_pair(deep, DraftConfig(**draft))
+
+
+def test_a_drafter_that_is_its_target_fills_every_round(folder: Path) -> None:
+    pair = draftkit.load_pair(folder / "TARGET", folder / "TARGET", dtype="float32", evaluate=FEW)
+    judged = draftkit.evaluate(pair, texts(24))
+    assert judged.acceptance_length(3).mean == pytest.approx(4)
+    with pytest.raises(ValueError, match=r"^gamma must be a positive whole number, got 0"):
+        judged.acceptance_length(0)
 
 
 def test_the_lines_of_the_readme_raise_alpha(folder, monkeypatch, capsys):

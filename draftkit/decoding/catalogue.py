@@ -5,6 +5,7 @@ How to add one: `docs/extending.md`. Each is held against the target's law by en
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -32,31 +33,27 @@ class Nothing(Proposer):
         return Proposal(tokens, None, lengths=torch.zeros_like(view.length))
 
 
-def counting(order: int) -> Make:
-    """How a table of counts is made: of single tokens (order 1), or of pairs (2)."""
-
-    def make(_: Draft, texts: Texts, target: Adapter) -> Proposer:
-        table = count_table(texts(), vocab_size=target.vocab_size, order=order)
-        return CountTable(table.to(target.device))
-
-    return make
+def counted(texts: Texts, target: Adapter, order: int) -> Proposer:
+    """A table of counts: of single tokens (order 1), or of pairs (2)."""
+    table = count_table(texts(), vocab_size=target.vocab_size, order=order)
+    return CountTable(table.to(target.device))
 
 
 def remembering(_: Draft, texts: Texts, target: Adapter) -> Proposer:
-    """A memory of what followed what."""
     memory = NgramMemory(device=target.device)
     memory.learn(texts())
     return memory
 
 
-def staged(draft: Adapter) -> Proposer:
-    """A draft that decodes speculatively in turn. ValueError for a head, which cannot decode."""
-    if draft.reads:
+def staged(draft: Draft, *_: Any) -> Proposer:
+    # Token by token, whatever the draft model can do else: it verifies what the guesser says.
+    model = draft()
+    if model.reads:
         raise ValueError(
             "decode.proposer=staged: a head reads the target's hidden states and verifies nothing: "
             "use sampled, argmax or hybrid"
         )
-    return StagedProposer(PromptLookup(), DraftModelProposer(draft))
+    return StagedProposer(PromptLookup(), DraftModelProposer(model))
 
 
 PROPOSERS: dict[str, Make] = {
@@ -64,10 +61,9 @@ PROPOSERS: dict[str, Make] = {
     "argmax": lambda draft, *_: drafting(draft(), tokens="argmax"),
     # A guess must rest on two tokens where a model could propose instead.
     "hybrid": lambda draft, *_: HybridProposer(PromptLookup(min_ngram=2), drafting(draft())),
-    # Token by token, whatever the draft model can do else: it verifies what the guesser says.
-    "staged": lambda draft, *_: staged(draft()),
-    "unigram": counting(1),
-    "bigram": counting(2),
+    "staged": staged,
+    "unigram": lambda _, texts, target: counted(texts, target, 1),
+    "bigram": lambda _, texts, target: counted(texts, target, 2),
     "ngram": remembering,
     "prompt_lookup": lambda *_: PromptLookup(),
     "none": lambda *_: Nothing(),

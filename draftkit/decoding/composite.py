@@ -78,8 +78,8 @@ class HybridProposer(Composite):
         is_guessed = guess.lengths > 0
 
         def decided(logits: Tensor, i: int) -> Tensor:
-            guessed = guess.tokens[:, i : i + logits.shape[1], None]
-            certain = torch.full_like(logits, -torch.inf).scatter(2, guessed, 0.0)
+            tokens = guess.tokens[:, i : i + logits.shape[1], None]
+            certain = torch.full_like(logits, -torch.inf).scatter(2, tokens, 0.0)
             return torch.where(is_guessed[:, None, None], certain, logits)
 
         proposal = self.model.propose(view, gamma, decided)
@@ -108,14 +108,26 @@ class StagedProposer(Composite):
         uniforms = view.uniform(count=count * share, purpose=DRAFT).split(share, dim=1)
         # Positions past this round's proposals are scratch: they are clamped to one slot.
         end = (view.length + gamma).clamp(max=view.tokens.shape[1] - 1)
-        now, passes = view, [self._pass(view, width, uniforms[0], end)]
-        for i in range(1, count):
-            new, kept, _ = passes[-1]
-            now = _after(now, new, kept, end)
+        vocab_size = None if view.seen is None else view.seen.shape[1]
+        now, passes = view, []
+        for i in range(count):
+            if i > 0:  # the tokens of the last pass that count stand behind the text, up to `end`
+                new, kept, _ = passes[-1]
+                positions = now.length[:, None] + torch.arange(width + 1, device=end.device)
+                tokens = now.tokens.scatter(1, torch.minimum(positions, end[:, None]), new)
+                length = torch.minimum(now.length + kept, end)
+                now = replace(now, **text_of(tokens, length, vocab_size))
             passes.append(self._pass(now, width, uniforms[i], end))
         drawn, counts, laws = zip(*passes, strict=True)
-        index, lengths = _first(gamma, torch.stack(counts, dim=1), width + 1)
+        # Where the first `gamma` of the tokens that count lie among all [B, P (W + 1)].
+        counted = torch.stack(counts, dim=1)  # [B, P]
+        ends = counted.cumsum(1)
+        order = torch.arange(gamma, device=ends.device).expand(len(ends), -1)  # [B, K]
+        of = (order[..., None] >= ends[:, None]).sum(-1).clamp(max=count - 1)  # the pass of each
+        index = of * (width + 1) + order - (ends - counted).gather(1, of)
+        index = index.clamp(max=count * (width + 1) - 1)
         tokens = torch.cat(drawn, dim=1).gather(1, index)
+        lengths = ends[:, -1].clamp(max=gamma)
         if view.group.greedy:
             return Proposal(tokens, None, lengths=lengths)
         rows = torch.arange(len(index), device=index.device)[:, None]
@@ -148,25 +160,3 @@ class StagedProposer(Composite):
         accepted, next_token = verification.accepted[:, None], verification.next_token[:, None]
         tokens = torch.cat([guess.tokens, next_token], dim=1).scatter(1, accepted, next_token)
         return tokens, verification.accepted + 1, law
-
-
-def _after(view: RoundView, new: Tensor, count: Tensor, end: Tensor) -> RoundView:
-    """`view` with `count` [B] of the tokens `new` [B, W + 1] behind its text, up to `end` [B]."""
-    positions = view.length[:, None] + torch.arange(new.shape[1], device=end.device)
-    tokens = view.tokens.scatter(1, torch.minimum(positions, end[:, None]), new)
-    length = torch.minimum(view.length + count, end)
-    vocab_size = None if view.seen is None else view.seen.shape[1]
-    return replace(view, **text_of(tokens, length, vocab_size))
-
-
-def _first(gamma: int, counts: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Where the first `gamma` tokens are, if the first counts[:, i] [B, P] of `size` count.
-
-    Returns an index [B, K] into all P * size, and how many there are [B].
-    """
-    ends = counts.cumsum(1)  # [B, P]
-    order = torch.arange(gamma, device=counts.device).expand(len(counts), -1)  # [B, K]
-    of = (order[..., None] >= ends[:, None]).sum(-1).clamp(max=counts.shape[1] - 1)
-    within = order - (ends - counts).gather(1, of)
-    index = (of * size + within).clamp(max=counts.shape[1] * size - 1)
-    return index, ends[:, -1].clamp(max=gamma)

@@ -7,7 +7,7 @@ autoregressive decoding: the baseline that speculation is compared with. What a 
 in `round`; here stand the rows, their grouping, and the host's shadow of the device. The decoder
 knows adapters and token ids; it knows no text, no configuration file and no statistics.
 
-Shapes: B rows of a group, K proposed tokens, V vocabulary.
+Shapes: B rows of a group, N fed tokens, E encoder tokens.
 """
 
 from collections import deque
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from draftkit.config import TYPICAL
 from draftkit.decoding import round as units
-from draftkit.decoding.feeding import feed, feed_encoders
 from draftkit.decoding.gamma import AdaptiveGamma
 from draftkit.decoding.graphs import COMPILED_BUCKET, FREEZE_BYTES, Units, can_pack
 from draftkit.decoding.proposers import Proposal, Proposer
@@ -41,6 +40,7 @@ from draftkit.decoding.state import (
     Slot,
     group_shape,
     make_group,
+    to_device,
     tokens_needed,
 )
 from draftkit.decoding.trees import Tree, check_tree
@@ -51,6 +51,7 @@ from draftkit.theory.verification import SAMPLED_MODES, VERIFIERS
 
 PREFILL_CHUNK = 512  # tokens of a prompt in a pass
 PREFILL_ROWS = 8  # prompts in a pass: its memory must not grow with those that wait
+WIDTH_STEPS = {"cuda": 64}  # of prefills, by type of device: libraries plan each new width anew
 
 
 class Decoder:
@@ -147,7 +148,18 @@ class Decoder:
         if len(requests) > self.free_slots:
             raise ValueError(f"{len(requests)} requests, {self.free_slots} free slots")
         for request in requests:
-            self._check_fits(request)
+            context = self.target.max_positions
+            if request.proposer_id is not None:
+                if request.proposer_id not in self._proposers:
+                    raise ValueError(f"no proposer {request.proposer_id!r} is attached")
+                context = min(context, self._proposers[request.proposer_id].max_positions)
+            if request.limit > context:
+                raise ValueError(
+                    f"{len(request.prompt_ids)} prompt tokens and {request.max_new_tokens} new "
+                    f"ones exceed the context of {context} (the smaller of both models')"
+                )
+            if (need := tokens_needed(request, self.tree(request.proposer_id))) > self.capacity:
+                raise ValueError(f"a row needs {need} cache slots, the decoder has {self.capacity}")
         parts = [parts_of(request.prompt_ids, self.target.start_id) for request in requests]
         free = [number for number in range(self.cache.rows) if number not in self.state.slots]
         for number, request, (encoder_ids, own) in zip(free, requests, parts, strict=False):
@@ -161,20 +173,6 @@ class Decoder:
             self.state.free(number)
             self._running = None
 
-    def _check_fits(self, request: Request) -> None:
-        context = self.target.max_positions
-        if request.proposer_id is not None:
-            if request.proposer_id not in self._proposers:
-                raise ValueError(f"no proposer {request.proposer_id!r} is attached")
-            context = min(context, self._proposers[request.proposer_id].max_positions)
-        if request.limit > context:
-            raise ValueError(
-                f"{len(request.prompt_ids)} prompt tokens and {request.max_new_tokens} new ones "
-                f"exceed the context of {context} (the smaller of both models')"
-            )
-        if (need := tokens_needed(request, self.tree(request.proposer_id))) > self.capacity:
-            raise ValueError(f"a row needs {need} cache slots, the decoder has {self.capacity}")
-
     # Prefill
 
     @torch.inference_mode()
@@ -183,10 +181,20 @@ class Decoder:
 
         A prompt's last token is fed by the round that first uses it.
         """
-        slots = self.state.slots.values()
+        slots, device = self.state.slots.values(), self.target.device
         unread = [slot for slot in slots if not slot.is_encoded]
         for proposer, batch in self._by_proposer(unread):
-            feed_encoders(self, batch, proposer)
+            counts = [len(slot.encoder_ids) for slot in batch]
+            padded = [
+                [*one.encoder_ids, *[0] * (max(counts) - len(one.encoder_ids))] for one in batch
+            ]
+            tokens = to_device(padded, device, torch.long)  # [B, E]
+            numbers = [slot.number for slot in batch]
+            lengths, rows = to_device([counts, numbers], device, torch.long)
+            cache = self.cache.select(rows, visible=self.cache.capacity)
+            self.target.encode(tokens, lengths=lengths, cache=cache)
+            if proposer is not None:
+                proposer.encode(tokens, lengths=lengths, rows=rows)
             for slot in batch:
                 slot.is_encoded = True
         waiting = [slot for slot in slots if not slot.is_ready]
@@ -194,12 +202,48 @@ class Decoder:
             numbers, starts = [slot.number for slot in batch], [slot.prefilled for slot in batch]
             left = [len(slot.request.prompt_ids) - 1 - slot.prefilled for slot in batch]
             width = min(PREFILL_CHUNK, max(left))
-            feed(self, numbers, starts, width, to_target=True, proposer=proposer)
+            self._feed(numbers, starts, width, proposer)
             for slot, count in zip(batch, left, strict=True):
                 slot.prefilled += min(width, count)
         if unread or waiting:
             self._running = None
         return any(not slot.is_ready for slot in waiting)
+
+    def _feed(
+        self,
+        slots: Sequence[int],
+        starts: Sequence[int],
+        width: int,
+        proposer: Proposer | None,
+        *,
+        to_target: bool = True,
+    ) -> None:
+        """Feed the `width` tokens of each of `slots` from `starts` on to target and proposer.
+
+        A row that is shorter runs on into garbage, which lands in slots that its own tokens
+        overwrite before anything sees them.
+        """
+        device, capacity = self.target.device, self.cache.capacity
+        rows, first = to_device([slots, starts], device, torch.long)
+        visible = visible_slots(min(max(starts) + width, capacity), capacity)
+        step = WIDTH_STEPS.get(device.type, 1)
+        wide = -(-width // step) * step  # what is fed beyond `width` is garbage, as in shorter rows
+        positions = first[:, None] + torch.arange(wide, device=device)  # [B, N]
+        positions = positions.clamp(max=capacity - 1)
+        tokens = self.state.tokens[rows].gather(1, positions)
+        if to_target:
+            cache = self.cache.select(rows, visible=visible)
+            self.target.prefill(tokens, positions=positions, cache=cache)
+        if proposer is not None:
+            before = rows[:, None], (positions - 1).clamp(min=0)
+            features = [self.cache.streams[layer][before] for layer in proposer.reads]
+            proposer.prefill(
+                tokens,
+                positions=positions,
+                rows=rows,
+                visible=visible,
+                features=torch.cat(features, -1) if features else None,
+            )
 
     def _by_proposer(self, slots: Sequence[Slot]) -> Iterator[tuple[Proposer | None, list[Slot]]]:
         """Slots that share a proposer, at most `PREFILL_ROWS` together."""
@@ -260,8 +304,12 @@ class Decoder:
     def _launch(self, group: Group) -> Launched:
         """Set a round of `group` going; nothing here waits for the device."""
         ticks = [self._tick()]
-        if self._units.is_fixed:
-            self._make_buffers(group)
+        proposer = self._proposers.get(group.proposer_id)
+        is_new = proposer is not None and group.proposer_id not in self._made
+        if self._units.is_fixed and (is_new or not self.cache.is_made):
+            # Code needs a cache where no pass has made one yet: a first token is fed again.
+            self._feed([*group.members][:1], [0], 1, proposer)
+            self._made.add(group.proposer_id)
         held = [self.state.slots[number] for number in group.members]
         longest = max(slot.length for slot in held) + self._unread() + group.scratch
         bucket = COMPILED_BUCKET if self._units.is_fixed else BUCKET
@@ -282,14 +330,6 @@ class Decoder:
         """The most tokens that a row can have beyond those that the host knows of."""
         return sum(launched.group.gamma + 1 for launched in self._pending)
 
-    def _make_buffers(self, group: Group) -> None:
-        """Feed a first token again where no pass has made a cache yet: code needs it there."""
-        proposer = self._proposers.get(group.proposer_id)
-        is_new = proposer is not None and group.proposer_id not in self._made
-        if is_new or not self.cache.is_made:
-            feed(self, [*group.members][:1], [0], 1, to_target=True, proposer=proposer)
-            self._made.add(group.proposer_id)
-
     def _propose(self, inputs: RoundInputs) -> tuple[Proposal, str]:
         group = inputs.group
         proposer = self._proposers.get(group.proposer_id)
@@ -299,8 +339,15 @@ class Decoder:
         # Where the host can look at the text. To make a view takes time.
         if not self._on_cuda and type(proposer).pick is not Proposer.pick:
             proposer = proposer.pick(units.round_view(self, inputs))
-        if proposer.has_cache:
-            self._catch_up(proposer, group)
+        if proposer.has_cache:  # it is shown the text of rounds that went by without it
+            slots = [self.state.slots[number] for number in group.members]
+            behind = [slot for slot in slots if slot.followed < slot.rounds]
+            if behind:
+                numbers, starts = [slot.number for slot in behind], [slot.fed for slot in behind]
+                width = max(slot.length - slot.fed for slot in behind) + self._unread()
+                self._feed(numbers, starts, width, proposer, to_target=False)
+            for slot in slots:
+                slot.followed, slot.fed = slot.rounds + 1, slot.length
         proposal = self._units.run(
             units.propose,
             (proposer, self),
@@ -338,17 +385,6 @@ class Decoder:
         if cache.taps:
             sizes = (*sizes, *cache.taps, self.target.width, self.target.dtype)
         return (inputs.visible, inputs.group.key, sizes, self.noise)
-
-    def _catch_up(self, proposer: Proposer, group: Group) -> None:
-        """Show `proposer` the text of rounds that went by without it."""
-        slots = [self.state.slots[number] for number in group.members]
-        behind = [slot for slot in slots if slot.followed < slot.rounds]
-        if behind:
-            numbers, starts = [slot.number for slot in behind], [slot.fed for slot in behind]
-            width = max(slot.length - slot.fed for slot in behind) + self._unread()
-            feed(self, numbers, starts, width, to_target=False, proposer=proposer)
-        for slot in slots:
-            slot.followed, slot.fed = slot.rounds + 1, slot.length
 
     def _read(self, launched: Launched) -> RoundResult:
         """Take in what a round did, as far as its requests are still there."""

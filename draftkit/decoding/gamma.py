@@ -53,8 +53,8 @@ class AdaptiveGamma:
         0 is a plain step.
         """
         costs = costs_at(self.costs, batch)
-        gamma = _best(self.alpha, costs, most)
-        if gamma == 0 and self._plain_rounds >= self._wait and _best(1.0, costs, most) > 0:
+        gamma, _ = best_gamma(self.alpha, costs, most)
+        if gamma == 0 and self._plain_rounds >= self._wait and best_gamma(1.0, costs, most)[0] > 0:
             gamma = 1
         return gamma if self.steps is None else max(n for n in self.steps if n <= gamma)
 
@@ -70,15 +70,12 @@ class AdaptiveGamma:
             self._tests = kept * self._tests + tests
             if self._plain_rounds >= self._wait:
                 costs = costs_at(self.costs, len(accepted))
-                pays = _best(passed / tests, costs, max(costs.verify_ratios)) > 0
-                self._wait = self.probe_after if pays else min(2 * self._wait, self.probe_at_most)
+                best, _ = best_gamma(passed / tests, costs, max(costs.verify_ratios))
+                wait = self.probe_after if best > 0 else 2 * self._wait
+                self._wait = min(wait, self.probe_at_most)
             self._plain_rounds = 0
 
 
 def costs_at(costs: dict[int, Costs], batch: int) -> Costs:
     """The costs of the smallest measured batch size that holds `batch` rows, else the largest."""
     return costs[min((size for size in costs if size >= batch), default=max(costs))]
-
-
-def _best(alpha: float, costs: Costs, most: int) -> int:
-    return best_gamma(alpha, costs, most)[0]

@@ -114,10 +114,9 @@ def record(completions: dict[int, Completion], result: RoundResult) -> list[int]
         name: part.tolist() for name in LIKELIEST if (part := getattr(result, name)) is not None
     }
     finished = []
-    for row, slot in enumerate(result.slots):
+    for row, (slot, tested) in enumerate(zip(result.slots, result.tested, strict=True)):
         completion = completions[slot]
         emitted, committed, n = result.emitted[row], result.committed[row], result.lengths[row]
-        tested = result.tested[row]
         completion.output_ids += tokens[row][:committed]
         for name, part in parts.items():
             getattr(completion, name).extend(part[row][:committed])

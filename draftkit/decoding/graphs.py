@@ -16,7 +16,7 @@ This module knows no models, no rounds and no probabilities.
 
 import gc
 import time
-from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
@@ -110,7 +110,13 @@ class Units:
         captured = self._captured.pop((holder, key), None)
         if captured is None:
             function = _compiled(unit, key, owner, self.device) if self.compiled else unit
-            captured = self._capture(function, resident, inputs, written)
+            if len(self._captured) >= MOST_CAPTURED:
+                del self._captured[next(iter(self._captured))]
+            # What another capture returns stays where it is, and need not be copied to be read.
+            staying = {id(p) for one in self._captured.values() for p in tensors_of(one.outputs)}
+            own = map_tensors(lambda part: part if id(part) in staying else part.clone(), inputs)
+            with _timed():
+                captured = Captured(function, resident, own, written, self._pool, self.device)
         self._captured[holder, key] = captured
         return captured(inputs)
 
@@ -118,17 +124,6 @@ class Units:
         """Drop the captures of all holders, whose resident objects have moved or go."""
         for key in [key for key in self._captured if key[0] is not None]:
             del self._captured[key]
-
-    def _capture(
-        self, function: Unit, resident: Any, inputs: Any, written: tuple[Tensor, ...]
-    ) -> "Captured":
-        if len(self._captured) >= MOST_CAPTURED:
-            del self._captured[next(iter(self._captured))]
-        # What another capture returns stays where it is, and need not be copied to be read.
-        staying = {id(part) for one in self._captured.values() for part in tensors_of(one.outputs)}
-        own = map_tensors(lambda part: part if id(part) in staying else part.clone(), inputs)
-        with _timed():
-            return Captured(function, resident, own, written, self._pool, self.device)
 
 
 def _compiled(
@@ -140,9 +135,7 @@ def _compiled(
     packs: bool = False,
 ) -> Unit:
     """The graph of `key`; its first call compiles it, under the clock."""
-    graphs: MutableMapping[Hashable, Unit] = _shared
-    if owner is not None:
-        graphs = _by_owner.setdefault(owner, {})
+    graphs = _shared if owner is None else _by_owner.setdefault(owner, {})
     key = (key, freeze, packs)  # weights that were constant may be opened to training
     if key in graphs:
         return graphs[key]
@@ -226,14 +219,17 @@ class Captured:
             tensor.copy_(value)
         self._graph = torch.cuda.CUDAGraph()
         # Other threads may use the device meanwhile: a server reads new weights beside its rounds.
-        with (
-            torch.cuda.device(device),
-            _uncollected(),
-            torch.cuda.graph(
-                self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"
-            ),
-        ):
-            self.outputs = function(resident, inputs)
+        capture = torch.cuda.graph(
+            self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+        )
+        collects = gc.isenabled()
+        gc.disable()  # a collection may free a graph, which invalidates a capture under way
+        try:
+            with torch.cuda.device(device), capture:
+                self.outputs = function(resident, inputs)
+        finally:
+            if collects:
+                gc.enable()
 
     def __call__(self, inputs: Any) -> Any:
         """Copy what is new in `inputs` in, and replay."""
@@ -247,18 +243,6 @@ class Captured:
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     """The stream of all captures and what warms up for them: libraries keep memory by stream."""
     return torch.cuda.Stream(device)
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """No garbage collection inside: it may free a graph, which invalidates a capture under way."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:

@@ -25,7 +25,7 @@ from draftkit.decoding.trees import Tree
 from draftkit.models.adapter import Adapter
 from draftkit.models.cache import Branches, SlotCache
 from draftkit.models.context import UNBOUNDED
-from draftkit.models.heads import Eagle3Adapter, MedusaAdapter
+from draftkit.models.heads import MedusaAdapter
 from draftkit.theory.noise import DRAFT, sample
 from draftkit.theory.warping import warp
 
@@ -93,7 +93,7 @@ class Proposer:
         positions: Tensor,
         rows: Tensor,
         visible: int,
-        features: Tensor | None = None,
+        features: Tensor | None,
     ) -> None:
         """Take in `tokens` [B, N] of a prompt at `positions` [B, N] of `rows` [B].
 
@@ -202,10 +202,11 @@ class DraftModelProposer(Proposer):
         tree: Tree | None = None,
     ) -> None:
         assert tokens in ("sampled", "argmax"), tokens
-        self.draft = draft
+        self.draft: Any = draft  # an adapter of the kind that the class drafts with
         self.version = version
         self.tokens = tokens
         self.tree = tree
+        self.reads = draft.reads
         self.max_positions = draft.max_positions
         self._cache = SlotCache(0, 0)  # until `allocate`
 
@@ -221,16 +222,8 @@ class DraftModelProposer(Proposer):
         cache = self._cache.select(rows, visible=tokens.shape[1])
         self.draft.encode(tokens, lengths=lengths, cache=cache)
 
-    def prefill(
-        self,
-        tokens: Tensor,
-        *,
-        positions: Tensor,
-        rows: Tensor,
-        visible: int,
-        features: Tensor | None = None,
-    ) -> None:
-        cache = self._cache.select(rows, visible=visible)
+    def prefill(self, tokens: Tensor, *, positions: Tensor, features: Any, **where: Any) -> None:
+        cache = self._cache.select(**where)
         self.draft.prefill(tokens, positions=positions, cache=cache)
 
     def propose(self, view: RoundView, gamma: int, decide: Decide = undecided) -> Proposal:
@@ -239,10 +232,20 @@ class DraftModelProposer(Proposer):
         Feeds the last *two* tokens: after full acceptance the cache lacks the last proposal, and
         otherwise writing its slot again is harmless, so no branch is needed.
         """
-        if view.group.tree is not None:
-            return self._grown(view, view.group.tree)
         view = self.served(view)
         cache = self.cache(view)
+        if (tree := view.group.tree) is not None:
+            # In the slots of the last round's nodes stands text by now: it is fed again.
+            tokens, positions, _ = behind(view, 0, self._cache.capacity)
+            logits = self.draft.step(tokens, positions=positions, cache=cache, last=1)
+            return grow(
+                view,
+                tree,
+                logits,
+                lambda tokens, positions, branches: self.draft.step(
+                    tokens, positions=positions, cache=self.cache(view, branches)
+                ),
+            )
 
         def after(token: Tensor, i: int) -> Tensor:
             if i == 0:
@@ -255,17 +258,6 @@ class DraftModelProposer(Proposer):
             return decide(self.draft.step(token[:, None], positions=positions, cache=cache), i)
 
         return draw(view, gamma, after)
-
-    def _grown(self, view: RoundView, tree: Tree) -> Proposal:
-        """In the slots of the last round's nodes stands text by now: it is fed again."""
-        tokens, positions, _ = behind(view, 0, self._cache.capacity)
-        logits = self.draft.step(tokens, positions=positions, cache=self.cache(view), last=1)
-
-        def read(tokens: Tensor, positions: Tensor, branches: Branches) -> Tensor:
-            cache = self.cache(view, branches)
-            return self.draft.step(tokens, positions=positions, cache=cache)
-
-        return grow(view, tree, logits, read)
 
     def served(self, view: RoundView) -> RoundView:
         """`view` with the sampling that the draft's tokens are chosen by."""
@@ -298,11 +290,10 @@ class ParallelProposer(DraftModelProposer):
         In the slots of the last round's masks stands text by now, at most all that it could commit:
         so much is fed again, whatever came of it, and no branch is needed.
         """
-        view, parallel = self.served(view), self.draft.parallel
-        assert parallel is not None
+        view = self.served(view)
         cache = self.cache(view)
         fed, positions, is_text = behind(view, gamma - 1, cache.capacity)
-        fed = torch.where(is_text, fed, parallel.token)
+        fed = torch.where(is_text, fed, self.draft.parallel.token)
         logits = self.draft.step(fed, positions=positions, cache=cache, last=gamma)
         return at_once(view, decide(logits, 0))
 
@@ -346,23 +337,8 @@ class HeadProposer(DraftModelProposer):
     head made of its proposals never stay. A text of one token has no features, and no proposals.
     """
 
-    def __init__(self, draft: Eagle3Adapter, **settings: Any) -> None:
-        super().__init__(draft, **settings)
-        self.reads = draft.reads
-        self.draft: Any = draft
-
-    def prefill(
-        self,
-        tokens: Tensor,
-        *,
-        positions: Tensor,
-        rows: Tensor,
-        visible: int,
-        features: Tensor | None = None,
-    ) -> None:
-        assert features is not None
-        cache = self._cache.select(rows, visible=visible)
-        hidden = self.draft.project(features)
+    def prefill(self, tokens: Tensor, *, positions: Tensor, features: Any, **where: Any) -> None:
+        hidden, cache = self.draft.project(features), self._cache.select(**where)
         self.draft.feed(tokens, hidden, positions=positions, cache=cache)
 
     def propose(self, view: RoundView, gamma: int, decide: Decide = undecided) -> Proposal:
@@ -397,18 +373,14 @@ class HeadProposer(DraftModelProposer):
             proposal = grow(view, tree, self.draft.logits(state), read)
         else:
             proposal = draw(view, gamma, after)
-        return with_features(view, proposal)
+        # A row has features where the target has read all of its text but the end.
+        return proposal._replace(lengths=torch.where(view.length > 1, proposal.lengths, 0))
 
 
 class MedusaProposer(DraftModelProposer):
     """Heads of Medusa, which propose on the features of the last token but one alone."""
 
     has_cache = False
-
-    def __init__(self, draft: MedusaAdapter, **settings: Any) -> None:
-        super().__init__(draft, **settings)
-        self.reads = draft.reads
-        self.draft: Any = draft
 
     def prefill(self, *_: Any, **__: Any) -> None:
         """Nothing: the target keeps all that it reads."""
@@ -422,20 +394,17 @@ class MedusaProposer(DraftModelProposer):
         if gamma > count:  # which no head was trained for
             logits = torch.cat([logits, logits[:, -1:].expand(-1, gamma - count, -1)], 1)
         proposal = at_once(view, decide(logits, 0))
-        return with_features(view, proposal._replace(lengths=proposal.lengths.clamp(max=count)))
-
-
-def with_features(view: RoundView, proposal: Proposal) -> Proposal:
-    """`proposal` for rows that have features: the target has read all of a text but its end."""
-    return proposal._replace(lengths=torch.where(view.length > 1, proposal.lengths, 0))
+        lengths = proposal.lengths.clamp(max=count)
+        return proposal._replace(lengths=torch.where(view.length > 1, lengths, 0))
 
 
 def drafting(draft: Adapter, **settings: Any) -> DraftModelProposer:
     """The proposer of `draft`, of the kind that it was trained for; settings: of that class."""
+    kind: type[DraftModelProposer] = DraftModelProposer
     if isinstance(draft, MedusaAdapter):
-        return MedusaProposer(draft, **settings)
-    if draft.reads:
-        head: Any = draft
-        return HeadProposer(head, **settings)
-    kind = DraftModelProposer if draft.parallel is None else ParallelProposer
+        kind = MedusaProposer
+    elif draft.reads:
+        kind = HeadProposer
+    elif draft.parallel is not None:
+        kind = ParallelProposer
     return kind(draft, **settings)

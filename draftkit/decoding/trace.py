@@ -27,19 +27,9 @@ class Part(NamedTuple):
     text: str
 
 
-class Look(NamedTuple):
-    """How a kind of token that enters an answer is shown: by marks, or by a style."""
-
-    marks: tuple[str, str]
-    style: str
-
-
-KINDS = {
-    "accepted": Look(("", ""), "green"),
-    "correction": Look(("{+", "+}"), "bold bright_blue"),
-    "bonus": Look(("{+", "+}"), "bold bright_blue"),
-}
-LEGEND = {"accepted": "accepted", "correction": "the target's own token"}
+# How a kind of token that enters an answer is shown: by marks around it, or by a style.
+KINDS = {"accepted": (("", ""), "green"), "correction": (("{+", "+}"), "bold bright_blue")}
+KINDS["bonus"] = KINDS["correction"]
 
 
 def parts(step: TraceRound, context: list[int], decode: Decode) -> list[Part]:
@@ -49,20 +39,14 @@ def parts(step: TraceRound, context: list[int], decode: Decode) -> list[Part]:
     cut off.
     """
     accepted, rest = step.proposed[: step.accepted], step.proposed[step.accepted :]
-    before = context + accepted
-    runs = [
-        ("accepted", context, accepted[: step.committed]),
-        ("unused", context + accepted[: step.committed], accepted[step.committed :]),
-    ]
+    before, kept = context + accepted, accepted[: step.committed]
+    runs = [("accepted", context, kept), ("unused", context + kept, accepted[step.committed :])]
     if step.next_token is None:
         runs.append(("unused", before, rest))
     else:
         own = step.kinds[-1] if step.committed > step.accepted else "unused"
-        runs += [
-            ("rejected", before, rest[:1]),
-            (own, before, [step.next_token]),
-            ("unused", before + rest[:1], rest[1:]),
-        ]
+        runs += [("rejected", before, rest[:1]), (own, before, [step.next_token])]
+        runs.append(("unused", before + rest[:1], rest[1:]))
     return [
         Part(kind, ids, text)
         for kind, behind, run in runs
@@ -97,12 +81,11 @@ def answer(trace: Completion, decode: Decode) -> Iterator[Part]:
 
 
 PROMPT_IDS = 80  # of a prompt that are shown
-LINE = "↵"
 HIDDEN = (*range(0x80, 0xA0), 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 SIGNS = {
     **{code: chr(0x2400 + code) for code in range(0x20)},
     **dict.fromkeys(HIDDEN, REPLACEMENT),
-    **dict.fromkeys([0x0A, 0x85, 0x2028, 0x2029], LINE),
+    **dict.fromkeys([0x0A, 0x85, 0x2028, 0x2029], "↵"),
     0x09: "⇥",
     0x7F: "\u2421",
 }
@@ -118,14 +101,6 @@ def readable(text: str) -> str:
     return "\n".join(map(visible, text.split("\n")))
 
 
-def steps(trace: Completion, decode: Decode) -> Iterator[tuple[TraceRound, list[Part]]]:
-    """Every round with its parts."""
-    text = list(trace.prompt_ids)
-    for step in trace.steps:
-        yield step, parts(step, text, decode)
-        text += step.emitted[: step.committed]
-
-
 def as_rows(trace: Completion, decode: Decode) -> dict[str, Any]:
     """A generation as JSON holds it: counts, the end of its prompt, every round by its parts.
 
@@ -134,14 +109,11 @@ def as_rows(trace: Completion, decode: Decode) -> dict[str, Any]:
     tokens = sum(step.committed for step in trace.steps)
     accepted = sum(step.accepted for step in trace.steps)
     proposed = sum(len(step.proposed) for step in trace.steps)
-    rounds = [
-        {
-            "accepted": step.accepted,
-            "proposed": len(step.proposed),
-            "parts": [[part.kind, visible(part.text)] for part in shown],
-        }
-        for step, shown in steps(trace, decode)
-    ]
+    rounds, text = [], list(trace.prompt_ids)
+    for step in trace.steps:
+        shown = [[part.kind, visible(part.text)] for part in parts(step, text, decode)]
+        rounds.append({"accepted": step.accepted, "proposed": len(step.proposed), "parts": shown})
+        text += step.emitted[: step.committed]
     cut = "…" * (len(trace.prompt_ids) > PROMPT_IDS)
     return {
         "counts": f"{tokens} tokens in {len(rounds)} rounds, {accepted} of {proposed} accepted",
@@ -154,11 +126,11 @@ def answers(traces: Sequence[Completion], decode: Decode, *, width: int, marks: 
     """Prompts and answers as they read; `marks` tell whose token is whose, else styles alone."""
 
     def part(kind: str, text: str) -> Text:
-        look = KINDS[kind]
-        return Text(text.join(look.marks) if marks else text, look.style)
+        around, style = KINDS[kind]
+        return Text(text.join(around) if marks else text, style)
 
-    legend = [Text("prompt", "dim"), *(part(kind, text) for kind, text in LEGEND.items())]
-    blocks = [Text("  ").join(legend)]
+    own = part("correction", "the target's own token")
+    blocks = [Text("  ").join([Text("prompt", "dim"), part("accepted", "accepted"), own])]
     for trace in traces:
         text = Text().append(readable(decode(trace.prompt_ids)), "dim")
         for _, same in groupby(answer(trace, decode), key=lambda part: KINDS[part.kind]):

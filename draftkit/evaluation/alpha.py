@@ -7,13 +7,15 @@ those of documents. Where `sampling` is null, each context is scored under the s
 served with.
 
 From the same scores follow the tokens a pass of the target at any gamma (`tokens_a_pass`), in law
-those of the decoder, for each way in which engines verify.
+those of the decoder, for each way in which engines verify, and where 1 - alpha is lost
+(`breakdown`).
 
 Shapes: M generated positions, V vocabulary, P prompts, T tokens of a text.
 """
 
 import math
 import operator
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -46,30 +48,29 @@ from draftkit.theory.truncation import alpha_bounds, coarse_target
 
 # Of engines that cut the target by top-k and top-p and the draft not: `alpha` with such a q.
 UNCUT = "alpha_uncut_draft"
+# Parts of a breakdown: where each begins, and its name. Nats of the target's own law, and tokens
+# of the answer.
+ENTROPIES = {0: "under 0.5", 0.5: "0.5 to 1", 1: "1 to 2", 2: "2 to 3", 3: "3 and more"}
+POSITIONS = {1: "1 to 8", 9: "9 to 32", 33: "33 to 128", 129: "129 to 512", 513: "513 and more"}
+UNSURE = 2  # nats, from which the target itself is unsure: as of 7 tokens that are equally likely
+CATEGORIES, OTHERS = 8, "others"  # parts of the categories with the most prompts, and of the rest
 
 
 @dataclass(frozen=True)
 class PromptTotals:
-    """Sums over the positions of each prompt [P], by mode, and the number of positions [P].
+    """What a draft scored, by prompt; where scores were stored all behind `cut` is empty."""
 
-    shares: by mode, of each text, P(its token was an accepted proposal | the token) [T], of a
-    parallel draft, and of a head, by the position in its round [T, K]; empty where texts were
-    scored by stored scores. in_one_pass: whether the draft proposes so. cut: which texts no end of
-    text ended [P]. documents: what each prompt belongs to [P]; empty where each is a document of
-    its own. accepted, entropies: of each text, sum min(p, q) and the entropy of the target's own
-    law (temperature 1, nats) at every token [T]; domains: of each text; all three empty as
-    `shares`.
-    """
-
-    totals: dict[str, Tensor]
-    counts: Tensor
+    totals: dict[str, Tensor]  # by mode, sums over the positions of each prompt [P]
+    counts: Tensor  # positions [P]
+    # By mode, of each text, P(its token was an accepted proposal | the token) [T]; of a parallel
+    # draft, and of a head, by the position in its round [T, K].
     shares: dict[str, list[Tensor]] = field(default_factory=dict)
-    cut: Tensor | None = None
-    documents: Sequence[Hashable] = ()
-    accepted: list[Tensor] = field(default_factory=list)
-    entropies: list[Tensor] = field(default_factory=list)
-    domains: Sequence[str] = ()
-    in_one_pass: bool = False
+    documents: Sequence[Hashable] = ()  # of each prompt; empty: each is a document of its own
+    cut: Tensor | None = None  # which texts no end of text ended [P]
+    accepted: list[Tensor] = field(default_factory=list)  # of each text sum min(p, q) [T]
+    entropies: list[Tensor] = field(default_factory=list)  # the target's own law's, nats [T]
+    domains: Sequence[str] = ()  # of each text
+    in_one_pass: bool = False  # whether the draft proposes so
 
     def as_dict(self) -> dict[str, Any]:
         """By mode, and the positions, and the documents by number."""
@@ -143,73 +144,66 @@ def score_drafts(
     modes = {**MODES, UNCUT: sampled_acceptance} if cuts else MODES
     as_proposed = (sampling, uncut) if cuts else (sampling,)
     own_too = (sampling,) if sampling == OWN_LAW else (sampling, OWN_LAW)
-    totals: dict[str, dict[str, list[float]]] = {n: {m: [] for m in modes} for n in drafts}
-    shares: dict[str, dict[str, list[Tensor]]] = {n: {m: [] for m in modes} for n in drafts}
-    accepted: dict[str, list[Tensor]] = {n: [] for n in drafts}
-    entropies: list[Tensor] = []
     layers = tuple(sorted({layer for draft in drafts.values() for layer in draft.reads}))
+    # By draft and mode, of each text: the acceptance of its tokens [T], and the shares.
+    accepted: dict[str, dict[str, list[Tensor]]] = {n: {m: [] for m in modes} for n in drafts}
+    shares: dict[str, dict[str, list[Tensor]]] = {n: {m: [] for m in modes} for n in drafts}
+    entropies: list[Tensor] = []
     for first in range(0, len(contexts), batch_size):
         chunk = contexts[first : first + batch_size]
         target_rows = []
-        logits, features = logits_of(target, chunk, layers)
+        logits, streams = logits_of(target, chunk, layers)
         for laws in served_laws(chunk, logits, *own_too):
             target_rows.append(laws[0])
             entropies.append(torch.special.entr(laws[-1]).sum(-1).double().cpu())
         for name, draft in drafts.items():
-            own = [features[layer] for layer in draft.reads]
-            draft_rows = proposed_laws(
-                draft,
-                chunk,
-                *as_proposed,
-                blocks=blocks,
-                features=torch.cat(own, -1) if own else None,
-            )
-            for one, target_probs, positions in zip(chunk, target_rows, draft_rows, strict=True):
-                by_mode: dict[str, list[Tensor]] = {mode: [] for mode in modes}
+            read = [streams[layer] for layer in draft.reads]
+            features = torch.cat(read, -1) if read else None
+            rows = proposed_laws(draft, chunk, *as_proposed, blocks=blocks, features=features)
+            for one, target_probs, positions in zip(chunk, target_rows, rows, strict=True):
+                columns: dict[str, list[Tensor]] = {mode: [] for mode in modes}
                 tokens = torch.tensor(one.output_ids, device=target_probs.device)
                 for at, laws in enumerate(positions):
                     for mode, acceptance in modes.items():
                         q = laws[-1 if mode == UNCUT else 0]
                         both = {"target_probs": target_probs[at:], "draft_probs": q}
                         if at == 0:
-                            own = acceptance(**both).double()
-                            totals[name][mode].append(float(own.sum()))
-                            if mode == "alpha":
-                                accepted[name].append(own.cpu())
+                            accepted[name][mode].append(acceptance(**both).double().cpu())
                         share = SHARES.get(mode, sampled_share)(**both, tokens=tokens[at:])
-                        by_mode[mode].append(share.double().cpu())
-                for mode, columns in by_mode.items():
-                    shares[name][mode].append(_side_by_side(columns, is_chained(draft)))
-    for name, sums in totals.items():
+                        columns[mode].append(share.double().cpu())
+                for mode, parts in columns.items():
+                    shares[name][mode].append(_side_by_side(parts, is_chained(draft)))
+    cut = torch.tensor([not {*one.output_ids[-1:]} & {*eos_token_ids} for one in contexts])
+    scored = {}
+    for name, by_mode in accepted.items():
+        sums = {mode: [float(one.sum()) for one in texts] for mode, texts in by_mode.items()}
         if not all(map(math.isfinite, sums["alpha"])):
             raise ValueError(f"logits of the target or of the drafter ({name}) are not finite")
-    cut = torch.tensor([not {*one.output_ids[-1:]} & {*eos_token_ids} for one in contexts])
-    same = {"cut": cut, "entropies": entropies, "domains": [one.domain for one in contexts]}
-    return {
-        name: replace(
-            _by_prompt(contexts, totals[name]),
+        scored[name] = _by_prompt(
+            contexts,
+            sums,
             shares=shares[name],
-            accepted=accepted[name],
+            accepted=by_mode["alpha"],
             in_one_pass=drafts[name].parallel is not None,
-            **same,
+            cut=cut,
+            entropies=entropies,
+            domains=[one.domain for one in contexts],
         )
-        for name in drafts
-    }
+    return scored
 
 
-def _by_prompt(contexts: Sequence[Record], totals: dict[str, list[float]]) -> PromptTotals:
+def _by_prompt(
+    contexts: Sequence[Record], sums: dict[str, list[float]], **others: Any
+) -> PromptTotals:
     counts = torch.tensor([len(c.output_ids) for c in contexts], dtype=torch.float64)
+    totals = {mode: torch.tensor(values, dtype=torch.float64) for mode, values in sums.items()}
     documents = [document_of(one) for one in contexts]
-    return PromptTotals(
-        {m: torch.tensor(v, dtype=torch.float64) for m, v in totals.items()},
-        counts,
-        documents=documents,
-    )
+    return PromptTotals(totals, counts, documents=documents, **others)
 
 
-def _side_by_side(columns: Sequence[Tensor], parallel: bool) -> Tensor:
+def _side_by_side(columns: Sequence[Tensor], is_chained: bool) -> Tensor:
     """Shares [T, T - 1, ...] of the positions of a round as [T, K], 0 where none is; [T] of one."""
-    if not parallel:
+    if not is_chained:
         return columns[0]
     whole = columns[0].new_zeros(len(columns[0]), len(columns))
     for position, column in enumerate(columns):
@@ -265,10 +259,49 @@ def score_stored(
                     totals.append(float(low.double().sum()))
                     missing.append(float((high - low).double().sum()))
             shares.append(_side_by_side(columns, is_chained(draft)))
-    scored = replace(_by_prompt(contexts, {"alpha": totals}), shares={"alpha": shares})
+    scored = _by_prompt(contexts, {"alpha": totals}, shares={"alpha": shares})
     return scored, torch.tensor(missing, dtype=torch.float64)
 
 
 def estimates(scored: PromptTotals) -> dict[str, Estimate]:
     """Mean and interval of each mode."""
     return {mode: proportion(scored.rate(mode)) for mode in scored.totals}
+
+
+def breakdown(scored: PromptTotals) -> dict[str, list[dict[str, Any]]]:
+    """Where 1 - alpha is lost: by `entropy`, `position` and, where there are several, `category`.
+
+    Of each part that has tokens its name (`part`), its share of the `tokens`, `alpha` there, and
+    how much of 1 - alpha is `lost` there: these sum to it. Intervals are over documents, for parts
+    that `LEAST_UNITS` of them have tokens in: what few of many documents lose is skewed, and an
+    interval over all of them holds it too rarely.
+    """
+    accepted = torch.cat(scored.accepted)
+    texts = torch.arange(len(scored.counts)).repeat_interleave(scored.counts.long())
+    positions = torch.cat([torch.arange(1, len(one) + 1) for one in scored.accepted])
+    # The number of the part of each token, and the names of all parts.
+    parts: dict[str, tuple[Tensor, Sequence[str]]] = {}
+    for by, values, named in (
+        ("entropy", torch.cat(scored.entropies), ENTROPIES),
+        ("position", positions, POSITIONS),
+    ):
+        starts = torch.tensor([*named][1:]).double()
+        parts[by] = torch.bucketize(values.double(), starts, right=True), [*named.values()]
+    if len(common := [name for name, _ in Counter(scored.domains).most_common()]) > 1:
+        numbers = torch.tensor([min(common.index(one), CATEGORIES) for one in scored.domains])
+        parts["category"] = numbers[texts], [*common[:CATEGORIES], OTHERS]
+
+    def by_prompt(of_tokens: Tensor) -> Tensor:
+        return torch.zeros_like(scored.counts).index_add(0, texts, of_tokens)
+
+    rows: dict[str, list[dict[str, Any]]] = {by: [] for by in parts}
+    for by, (part, names) in parts.items():
+        for number, name in enumerate(names):
+            inside = (part == number).double()
+            if inside.any():
+                tokens, lost = by_prompt(inside), by_prompt(inside * (1 - accepted))
+                alpha = proportion(Rate(tokens - lost, tokens, scored.documents))
+                loss = proportion(Rate(lost, scored.counts, scored.documents)).as_dict()
+                row = {"part": name, "tokens": float(inside.mean()), "alpha": alpha.as_dict()}
+                rows[by].append(row | {"lost": loss | ({} if alpha.ci95 else {"ci95": None})})
+    return rows

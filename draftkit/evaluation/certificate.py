@@ -33,29 +33,27 @@ class Answer(NamedTuple):
     likeliest: Sequence[Mapping[str, float]]
 
 
-def rounding(plain: Sequence[Answer], again: Sequence[Answer]) -> float:
-    """The largest change of a gap between two log-probabilities after the same text, in nats."""
-    changes = [MARGIN]
-    for a, b in zip(plain, again, strict=True):
-        at = parting(a.tokens, b.tokens)
-        for x, y in zip(a.likeliest[: None if at is None else at + 1], b.likeliest, strict=False):
-            pairs = combinations(x.keys() & y.keys(), 2)
-            changes += [abs(x[one] - x[other] - y[one] + y[other]) for one, other in pairs]
-    return max(changes)
-
-
 def same_greedy(
     plain: Sequence[Answer], again: Sequence[Answer], drafted: Sequence[Answer]
 ) -> dict[str, Any]:
-    """Greedy answers with the drafter beside those without, which came twice."""
-    margin = rounding(plain, again)
+    """Greedy answers with the drafter beside those without, which came twice.
+
+    Rounding is the largest change of a gap between two log-probabilities after the same text.
+    """
+    margin = MARGIN  # in nats
+    for a, b in zip(plain, again, strict=True):
+        at = parting(a.tokens, b.tokens)
+        for x, y in zip(a.likeliest[: None if at is None else at + 1], b.likeliest, strict=False):
+            for one, other in combinations(x.keys() & y.keys(), 2):
+                margin = max(margin, abs(x[one] - x[other] - y[one] + y[other]))
 
     def near_ties(parted: Mapping[int, int]) -> list[bool]:
-        gaps = []
+        ties = []
         for number, at in parted.items():
-            one, other = plain[number], drafted[number].tokens[at]
-            gaps.append(one.likeliest[at][one.tokens[at]] - one.likeliest[at].get(other, -np.inf))
-        return [gap <= margin for gap in gaps]
+            token, by_text = plain[number].tokens[at], plain[number].likeliest[at]
+            other = by_text.get(drafted[number].tokens[at], -np.inf)
+            ties.append(by_text[token] - other <= margin)
+        return ties
 
     own, once_more, others = ([one.tokens for one in side] for side in (plain, again, drafted))
     identity = greedy_identity(own, others, again=lambda: once_more, near_ties=near_ties)

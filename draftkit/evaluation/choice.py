@@ -63,19 +63,14 @@ def chosen_numbers(
     for name, make in ways.items():
         guesser, draft = make(), name if name in scored else [*scored][-1]
         if isinstance(guesser, PromptLookup):
-            taus = guessed_lengths(guesser, texts)
-            gained = by_gamma(taus, without_draft(costs[draft]))
+            free = replace(costs[draft], cost_ratio=0.0, draft_units={})  # guesses cost nothing
+            gained = by_gamma(guessed_lengths(guesser, texts), free)
         elif config.decode.has_drafter:
             gained = factors_of(taus_of(scored[draft], mode), math.nan, costs[draft])
         else:
             continue
         gammas[name] = 1 + largest(gained[1:])[0]
     return gammas
-
-
-def without_draft(costs: Costs) -> Costs:
-    """`costs` of rounds whose proposals cost nothing."""
-    return replace(costs, cost_ratio=0.0, draft_units={})
 
 
 def guessed_lengths(guesser: Proposer, contexts: Sequence[Record]) -> list[float]:

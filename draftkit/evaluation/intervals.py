@@ -15,7 +15,7 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from scipy.special import stdtr, stdtrit
@@ -91,30 +91,17 @@ class Estimate:
 Compare = Callable[..., Tensor]  # makes a number of the values of one rate or of several
 
 
-def rate_itself(rate: Tensor) -> Tensor:
-    """What is estimated of a single rate."""
-    return rate
-
-
 def log_ratio(rate: Tensor, other: Tensor) -> Tensor:
     """log(rate / other): errors of a speed-up are alike up and down on this scale."""
     return (rate / other).log()
 
 
-class _Jackknife(NamedTuple):
-    """A number without an interval, its error, the degrees of freedom of that, and its skewness."""
-
-    number: Estimate
-    error: float
-    degrees: float
-    skewness: float
-
-
-def _jackknife(*rates: Rate, compare: Compare) -> _Jackknife:
+def _jackknife(*rates: Rate, compare: Compare) -> tuple[Estimate, float, float, float]:
     """What `compare` makes of `rates`, and its error, by leaving out one document after the other.
 
-    With D documents, theta of all and theta_i of all but document i, and w_i the share of document
-    i in the counts (the mean of its shares where there are several rates),
+    Returns the number without an interval, its error, the degrees of freedom of that, and its
+    skewness. With D documents, theta of all and theta_i of all but document i, and w_i the share
+    of document i in the counts (the mean of its shares where there are several rates),
 
         error^2 = D / (D - 1) sum_i (theta - theta_i)^2
         degrees = sum_i w_i^2 / sum_i w_i^3
@@ -151,12 +138,12 @@ def _jackknife(*rates: Rate, compare: Compare) -> _Jackknife:
     degrees = float(shares.square().sum() / shares.pow(3).sum())
     skewness = float(moved.pow(3).sum() / squares**1.5) if error else 0.0
     number = Estimate(float(value), -math.inf, math.inf, int(totals[1]), prompts, documents)
-    return _Jackknife(number, error, degrees, skewness)
+    return number, error, degrees, skewness
 
 
 def estimate(
     *rates: Rate,
-    compare: Compare = rate_itself,
+    compare: Compare = lambda rate: rate,
     least: int = LEAST_UNITS,
     tail: float = 0.025,
     inward: float = IN,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -45,7 +46,6 @@ from draftkit.models.loading import Target, load_draft, model_config
 from draftkit.models.memory import free_bytes, in_float32, weight_count
 from draftkit.theory.speedup import Costs
 
-PREDICTION_TOLERANCE = 0.1
 LOSSLESS_PROMPTS = 32
 RESERVE = 1.25  # for caches and logits beside the weights
 
@@ -113,12 +113,8 @@ def gather(
     proposals are chosen.
     """
     options, adapter = config.evaluate, target.adapter
-
-    def score(contexts: Sequence[Record]) -> dict[str, PromptTotals]:
-        how = {"sampling": sampling, "eos_token_ids": target.eos_token_ids}
-        size = options.batch_size
-        return score_drafts(adapter, drafts, contexts, batch_size=size, blocks=MOST_GAMMA, **how)
-
+    how: Any = {"sampling": sampling, "eos_token_ids": target.eos_token_ids, "blocks": MOST_GAMMA}
+    score = partial(score_drafts, adapter, drafts, batch_size=options.batch_size, **how)
     note(f"alpha on {len(contexts)} contexts at temperature {sampling.temperature:g}")
     scored = score(contexts)
     rows = timed_rows(prompts, options)
@@ -198,20 +194,17 @@ def ways_of(
     The drafts, or what proposes without one; prompt lookup; and the hybrid of it and the last
     draft, where the drafts' samples are what is judged. trees: that drafts propose.
     """
-    trees = trees or {}
-
-    def made(name: str, config: Config) -> Proposer:
-        return proposer_of(target, drafts[name], prompts, config, trees.get(name))
-
-    served, last = config.decode.proposer, [*drafts][-1]
+    trees, served, last = trees or {}, config.decode.proposer, [*drafts][-1]
     ways: dict[str, Callable[[], Proposer]] = {} if served == LOOKUP else {LOOKUP: PromptLookup}
     if not config.decode.has_drafter:
-        one = made(last, config)  # which may have counted the text
+        # Which may have counted the text.
+        one = proposer_of(target, drafts[last], prompts, config, trees.get(last))
         return ways | {last: lambda: one}
-    ways |= {name: partial(made, name, config) for name in drafts}
+    for name, draft in drafts.items():
+        ways[name] = partial(proposer_of, target, draft, prompts, config, trees.get(name))
     if served == "sampled":
         mixed = replace(config, decode=replace(config.decode, proposer=HYBRID, tree=0))
-        ways[HYBRID] = partial(made, last, mixed)
+        ways[HYBRID] = partial(proposer_of, target, drafts[last], prompts, mixed)
     return ways
 
 
@@ -223,13 +216,13 @@ def costs_of(
 ) -> dict[str, Costs]:
     """Costs of each of `ways`: the same for all of one signature, which differ in weights alone."""
     kinds = {make().signature: make for make in ways.values()}
-
-    def measured(make: Callable[[], Proposer]) -> Costs:
+    costs = dict[Hashable, Costs]()
+    for kind, make in kinds.items():
         if (tree := make().tree) is not None:  # which is proposed whole
-            return calibrate(target, make, prompts, replace(setting, gamma=tree.depth))
-        return calibrate(target, make, prompts, setting, gammas=CALIBRATED_GAMMAS)
-
-    costs = {kind: measured(make) for kind, make in kinds.items()}
+            own = replace(setting, gamma=tree.depth)
+            costs[kind] = calibrate(target, make, prompts, own)
+        else:
+            costs[kind] = calibrate(target, make, prompts, setting, gammas=CALIBRATED_GAMMAS)
     return {name: costs[make().signature] for name, make in ways.items()}
 
 
@@ -284,16 +277,12 @@ def check_lossless(
     options, texts = config.evaluate, prompts.test[:LOSSLESS_PROMPTS]
     if config.decode.is_lossy:
         note("losslessness: surprise of sampled answers, as typical acceptance is lossy")
-        loaded = {name: load_draft(draft, target) for name, draft in drafts.items()}
-        return sampled_surprise(
-            target.adapter,
-            {
-                name: proposer_of(target.adapter, draft, prompts, config)
-                for name, draft in loaded.items()
-            },
-            texts,
-            timing(texts, config.sampling, target.eos_token_ids, config),
-        )
+        proposers = {
+            name: proposer_of(target.adapter, load_draft(draft, target), prompts, config)
+            for name, draft in drafts.items()
+        }
+        setting = timing(texts, config.sampling, target.eos_token_ids, config)
+        return sampled_surprise(target.adapter, proposers, texts, setting)
     if options.lossless == "off":
         note("losslessness: not checked (evaluate.lossless=off)")
         return dict.fromkeys(drafts, NOT_CHECKED)

@@ -81,22 +81,22 @@ def proposed_laws(
         return
     for row, one in enumerate(contexts):
         own = None if features is None else features[row : row + 1]
-        yield _chain_laws(draft, one, *samplings, blocks=blocks, features=own)
+        yield _chain_laws(draft, one, samplings, blocks, own)
 
 
 def _chain_laws(
     draft: Adapter,
     context: Record,
-    *samplings: SamplingConfig | None,
-    blocks: int | None = None,
-    features: Tensor | None = None,
+    samplings: Sequence[SamplingConfig | None],
+    blocks: int | None,
+    features: Tensor | None,
 ) -> Iterator[list[Tensor]]:
     """The probabilities [M - b, V] of each block b of a draft that proposes chains, by `samplings`.
 
     Row i is what the draft proposes as token i + b of the output, in a round that begins behind i
     tokens of it; zeros where a head has no features, behind a text of one token.
     """
-    count = len(context.output_ids)
+    count, first = len(context.output_ids), len(context.prompt_ids) - 1
     blocks = min(blocks or draft.blocks, count)
     if isinstance(draft, MedusaAdapter):  # which has no more heads than it was trained with
         blocks = min(blocks, draft.blocks)
@@ -107,7 +107,21 @@ def _chain_laws(
         rows = unrolled(tokens, keep, blocks, keep)
         parts = draft(rows, features).split([int(part.sum()) for part in rows.keep])
     else:
-        parts = _in_one_pass(draft, context, tokens, keep, blocks, features)
+        states: list[list[Tensor]] = [[] for _ in range(blocks)]  # of each block [M - b, H]
+        for begin in range(first, first + count, CHAINS_AT_ONCE):
+            depth, end = torch.zeros_like(tokens), begin + CHAINS_AT_ONCE + blocks
+            depth[:, begin : begin + CHAINS_AT_ONCE] = blocks
+            if features is not None:
+                depth[:, 0] = 0
+            depth, kept = (depth * keep)[:, :end], keep[:, :end]
+            rows = chains(tokens[:, :end], kept, depth, token=draft.parallel.token)
+            if features is None:
+                made = draft.states(rows.tokens, rows.keep, rows.packing)
+            else:
+                made = draft(rows, features[:, :end])
+            for block, of in enumerate(states):
+                of.append(made[rows.blocks == block])
+        parts = [torch.cat(of) for of in states]
     lacking = features is not None and len(context.prompt_ids) < 2
     for made in parts:
         logits = made if draft.head is None else draft.head(made)
@@ -117,40 +131,6 @@ def _chain_laws(
         for law in laws:
             law[:lacking] = 0
         yield laws
-
-
-def _in_one_pass(
-    draft: Adapter,
-    context: Record,
-    tokens: Tensor,
-    keep: Tensor,
-    blocks: int,
-    features: Tensor | None,
-) -> list[Tensor]:
-    """The states [M - b, H] of each block b of a parallel draft."""
-    assert draft.parallel is not None
-    count = len(context.output_ids)
-    first = len(context.prompt_ids) - 1
-    states: list[list[Tensor]] = [[] for _ in range(blocks)]
-    for begin in range(0, count, CHAINS_AT_ONCE):
-        depth = torch.zeros_like(tokens)
-        depth[:, first + begin : first + begin + CHAINS_AT_ONCE] = blocks
-        if features is not None:
-            depth[:, 0] = 0
-        end = first + begin + CHAINS_AT_ONCE + blocks
-        rows = chains(
-            tokens[:, :end],
-            keep[:, :end],
-            depth[:, :end] * keep[:, :end],
-            token=draft.parallel.token,
-        )
-        if features is None:
-            made = draft.states(rows.tokens, rows.keep, rows.packing)
-        else:
-            made = draft(rows, features[:, :end])
-        for block, parts in enumerate(states):
-            parts.append(made[rows.blocks == block])
-    return [torch.cat(parts) for parts in states]
 
 
 def _warped(logits: Tensor, context: Record, served: SamplingConfig) -> Tensor:

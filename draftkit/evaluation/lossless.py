@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from draftkit.config import SamplingConfig
 from draftkit.decoding.generation import Completion, decode, make_requests
@@ -205,7 +206,7 @@ def check_proposers(
 ) -> dict[str, Losslessness]:
     """Decode `prompts` greedily without and with each proposer and compare, as the models are."""
     rows = min(batch_size, len(prompts))
-    decoded = partial(
+    answers = partial(
         greedy_answers,
         target,
         prompts,
@@ -213,14 +214,14 @@ def check_proposers(
         eos_token_ids=eos_token_ids,
         gamma=gamma,
     )
-    again = cache(decoded)
-
-    def compared(proposer: Proposer) -> Losslessness:
-        drafted = decoded(rows, proposer=proposer)
+    plain, checks = cache(answers), {}
+    for name, proposer in proposers.items():
         width = 1 + (gamma if proposer.tree is None else proposer.tree.nodes)
-        return decoded_identity(target, again(rows), drafted, width=width, rows=rows, again=again)
-
-    return {name: compared(proposer) for name, proposer in proposers.items()}
+        drafted = answers(rows, proposer=proposer)
+        checks[name] = decoded_identity(
+            target, plain(rows), drafted, width=width, rows=rows, again=plain
+        )
+    return checks
 
 
 def sampled_surprise(
@@ -236,7 +237,8 @@ def sampled_surprise(
     if setting.sampling.temperature == 0:
         return dict.fromkeys(proposers, LOSSY)
 
-    def checked(proposer: Proposer) -> Losslessness:
+    checks = {}
+    for name, proposer in proposers.items():
         requests = make_requests(
             prompts,
             max_new_tokens=setting.max_new_tokens,
@@ -254,7 +256,7 @@ def sampled_surprise(
             epsilon=setting.epsilon,
         )
         deviation = surprise(target, answers, setting.sampling, batch_size=setting.batch_size)
-        return Losslessness(
+        checks[name] = Losslessness(
             len(answers),
             0,
             0,
@@ -263,8 +265,7 @@ def sampled_surprise(
             lossy=setting.epsilon is not None,
             surprise=deviation,
         )
-
-    return {name: checked(one) for name, one in proposers.items()}
+    return checks
 
 
 @torch.inference_mode()
@@ -301,24 +302,19 @@ def differ_by_rounding(
 
     From where they part, each token of either must lie no further below the best one than rounding.
     shapes: tokens a row and rows of a pass. In each of them the answers are read, and the largest
-    change of a gap between them is that of rounding.
+    change of a gap between them is that of rounding; or a unit in the last place, since less of a
+    change is seen as none or as a whole one.
     """
     read = [side[number] for number in parted for side in (plain, drafted)]
     readings = [_gaps(target, read, shape=shape) for shape in shapes]
-    gaps = zip(*readings, strict=True)
-    both = zip(gaps, gaps, strict=True)  # of the two answers of a pair
-    return [all(_is_rounding(one, at) for one in next(both)) for at in parted.values()]
-
-
-def _is_rounding(readings: Sequence[Tensor], start: int) -> bool:
-    """Whether gaps of several readings by `_gaps` lie within their largest change, from `start` on.
-
-    Or within a unit in the last place, since less of a change is seen as none or as a whole one.
-    """
-    gaps, units = torch.stack([*readings])[..., start:].unbind(1)  # [readings, N]
-    least, most = gaps.amin(0), gaps.amax(0)
-    margins = torch.maximum(most - least, units.amax(0)).clamp(min=MARGIN)
-    return bool((least <= margins).all())  # which NaN is not
+    near_ties = [True] * len(parted)
+    for number, at in enumerate(parted.values()):
+        for index in (2 * number, 2 * number + 1):  # both answers
+            gaps, units = torch.stack([one[index] for one in readings])[..., at:].unbind(1)
+            least, most = gaps.amin(0), gaps.amax(0)
+            margins = torch.maximum(most - least, units.amax(0)).clamp(min=MARGIN)
+            near_ties[number] &= bool((least <= margins).all())  # which NaN is not
+    return near_ties
 
 
 @torch.inference_mode()
@@ -330,6 +326,11 @@ def _gaps(
     Read in passes of `shape` as decoding does: the prompt first, then so many tokens a row at once.
     Where there are fewer answers than rows, the last one fills them.
     """
+
+    def padded(texts: Sequence[Sequence[int]]) -> Tensor:
+        rows = [torch.tensor(text) for text in texts]
+        return pad_sequence(rows, batch_first=True).to(target.device)
+
     width, rows = shape
     readings = []
     for first in range(0, len(answers), rows):
@@ -340,11 +341,11 @@ def _gaps(
         given = [len(text) - len(one.output_ids) for one, text in zip(filled, texts, strict=True)]
         begins = torch.tensor(given, device=target.device)
         longest, outputs = max(map(len, texts)), max(len(one.output_ids) for one in chunk)
-        tokens = _padded(texts, target.device)  # [R, T]
+        tokens = padded(texts)  # [R, T]
         cache = SlotCache(rows, longest, max(map(len, read))).select(None, visible=longest)
         if target.has_encoder:
             lengths = torch.tensor([len(text) for text in read], device=target.device)
-            target.encode(_padded(read, target.device), lengths=lengths, cache=cache)
+            target.encode(padded(read), lengths=lengths, cache=cache)
         if (prompt := int(begins.max()) - 1) > 0:
             positions = torch.arange(prompt, device=target.device).expand(rows, -1)
             target.prefill(tokens[:, :prompt], positions=positions, cache=cache)
@@ -362,9 +363,3 @@ def _gaps(
         made = torch.cat(parts, dim=-1).cpu()
         readings += [made[row, :, : len(one.output_ids)] for row, one in enumerate(chunk)]
     return readings
-
-
-def _padded(texts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """[R, T], padded on the right."""
-    longest = max(map(len, texts))
-    return torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=device)

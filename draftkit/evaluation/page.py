@@ -16,12 +16,12 @@ from operator import mul
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from draftkit.artifacts import write_text
-from draftkit.config import flatten
+from draftkit.config import SamplingConfig, flatten
 from draftkit.evaluation import report
-from draftkit.evaluation.breakdown import ENTROPIES, UNSURE
+from draftkit.evaluation.alpha import ENTROPIES, UNSURE
 from draftkit.evaluation.choice import HYBRID
 from draftkit.evaluation.intervals import LEAST_UNITS
 from draftkit.templates import interval, render
@@ -92,12 +92,18 @@ def decision_page(
     """
     use = judged["use"] if judged["use"] in judged["ways"] else "drafter"
     drawn = "speedup_by_k" in judged
+    sampling, neutral = judged["sampling"], vars(SamplingConfig())
+    changing = (key for key in sampling if key == "temperature" or sampling[key] != neutral[key])
+    made_with = Table("what", "value")
+    for key, value in flatten(provenance or {}).items():
+        made_with.add_row(key, " ".join(value) if isinstance(value, list) else str(value))
     return {
         "name": name,
         "judged": judged,
         "verdict": report.VERDICTS[judged["verdict"]],
         "tone": TONES[judged["verdict"]],
-        "sampling": report.sampling_text(judged["sampling"]),
+        # `temperature 0.6, top-k 20, top-p 0.95`: what of it changes a distribution.
+        "sampling": ", ".join(f"{key.replace('_', '-')} {sampling[key]:g}" for key in changing),
         "sample": report.sample_text(judged["alpha"]),
         "use": report.WAYS.get(use, use),
         "way": judged["ways"][use],
@@ -113,7 +119,7 @@ def decision_page(
         "trained": trained,
         "traces": traces,
         "tables": [*map(report.evaluation_table, judged["by_temperature"].values())],
-        "provenance": provenance_table(provenance) if provenance else None,
+        "provenance": made_with if provenance else None,
     }
 
 
@@ -159,21 +165,12 @@ def lost_table(judged: Mapping[str, Any]) -> Table:
     lost = 1 - judged["alpha"]["mean"]
     few = f"No interval where fewer than {LEAST_UNITS} documents have tokens in a part."
     title = f"1 - alpha = {lost:.3f}, in parts that sum to it"
-    table = Table("by", "part", title=title, caption=few)
-    for name in ("tokens", "alpha there", "lost there"):
-        table.add_column(name, justify="right")
+    numbers = (Column(name, justify="right") for name in ("tokens", "alpha there", "lost there"))
+    table = Table("by", "part", *numbers, title=title, caption=few)
     for by, parts in judged["lost"].items():
         for number, row in enumerate(parts):
-            numbers = f"{row['tokens']:.0%}", interval(row["alpha"]), interval(row["lost"])
-            table.add_row("" if number else LOST[by], row["part"], *numbers)
-    return table
-
-
-def provenance_table(provenance: Mapping[str, Any]) -> Table:
-    """What the numbers were made with."""
-    table = Table("what", "value")
-    for key, value in flatten(provenance).items():
-        table.add_row(key, " ".join(value) if isinstance(value, list) else str(value))
+            cells = f"{row['tokens']:.0%}", interval(row["alpha"]), interval(row["lost"])
+            table.add_row("" if number else LOST[by], row["part"], *cells)
     return table
 
 

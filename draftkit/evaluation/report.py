@@ -4,23 +4,19 @@ Renders summaries; computes nothing. Tables fit 80 columns. Every rate stands be
 definition.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
-from draftkit.config import SamplingConfig
 from draftkit.evaluation.intervals import LEAST_UNITS
-from draftkit.evaluation.judge import PREDICTION_TOLERANCE
 from draftkit.templates import interval, signed
 
+PREDICTION_TOLERANCE = 0.1  # of measured by predicted: beyond, the machine may have been busy
+numeric = partial(Column, justify="right", no_wrap=True)
+BARE: Any = {"show_edge": False, "pad_edge": False}
 VERDICTS = {"deploy": "DEPLOY", "do_not_deploy": "DO NOT DEPLOY", "inconclusive": "INCONCLUSIVE"}
-
-
-def speedup_text(summary: dict[str, Any]) -> str:
-    """The measured speed-up of the rounds with its interval."""
-    speedup = summary["speedup"]
-    return interval({"mean": speedup["measured"], "ci95": speedup["ci95"]}, 2)
 
 
 def lossless_text(lossless: dict[str, Any]) -> str:
@@ -32,24 +28,12 @@ def lossless_text(lossless: dict[str, Any]) -> str:
     return text + (f" ({lossless['near_ties']} ties)" if lossless["near_ties"] else "")
 
 
-def lossless_label(lossless: dict[str, Any]) -> str:
-    """`lossless, greedy float32`, by the dtype of the check."""
-    return " ".join(["lossless, greedy", *lossless["method"].split(" in ")[1:]])
-
-
 def sample_text(estimate: dict[str, Any]) -> str:
     """`95 % intervals, 96 prompts of 28 documents`, or why there are none."""
     prompts, documents = estimate["prompts"], estimate["documents"]
     if estimate["ci95"] is None:
         return f"no intervals: {documents} documents, {LEAST_UNITS} needed"
     return f"95 % intervals, {prompts} prompts of {documents} documents"
-
-
-def sampling_text(sampling: Mapping[str, float]) -> str:
-    """`temperature 0.6, top-k 20, top-p 0.95`: what of it changes a distribution."""
-    neutral = vars(SamplingConfig())
-    changing = (key for key in sampling if key == "temperature" or sampling[key] != neutral[key])
-    return ", ".join(f"{key.replace('_', '-')} {sampling[key]:g}" for key in changing)
 
 
 TAU = "tau, tokens a target pass"
@@ -64,7 +48,7 @@ ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
     "accepted / drafted": lambda s: interval(r, 2) if (r := s["acceptance_rate"]) else "-",
     "c = draft / target step": lambda s: f"{s['cost_ratio']:.3f}",
     "v, o = verify, rest / step": lambda s: f"{s['verify_ratio']:.2f}, {s['overhead_ratio']:.2f}",
-    "speedup measured": speedup_text,
+    "speedup measured": lambda s: interval(s["speedup"] | {"mean": s["speedup"]["measured"]}, 2),
     "speedup predicted": lambda s: f"{s['speedup']['predicted']:.2f}",
     "ceiling at alpha = 1": lambda s: f"{s['speedup']['ceiling']:.2f}",
     "speedup end to end": lambda s: interval(s["speedup"]["end_to_end"], 2),
@@ -83,12 +67,8 @@ def evaluation_table(summary: dict[str, Any]) -> Table:
         f"{proposer}temperature {summary['temperature']:g}, "
         f"batch {summary['batch_size']}, {sample_text(summary['alpha'])}"
     )
-    table = Table(
-        title=title, caption=caption(summary), show_edge=False, pad_edge=False, min_width=72
-    )
-    table.add_column("")
-    for name in drafts:
-        table.add_column(name, justify="right", no_wrap=True)
+    columns = "", *map(numeric, drafts)
+    table = Table(*columns, title=title, caption=caption(summary), min_width=72, **BARE)
     for key, label in MODES.items():
         table.add_row(label, *(interval(draft[key]) for draft in drafts.values()))
         if f"{key}_gain" in summary:
@@ -98,7 +78,8 @@ def evaluation_table(summary: dict[str, Any]) -> Table:
         if label == TAU and "acceptance_length_gain" in summary:
             table.add_row("  paired gain", "", signed(summary["acceptance_length_gain"]))
     checks = [draft["lossless"] for draft in drafts.values()]
-    table.add_row(lossless_label(checks[-1]), *map(lossless_text, checks))
+    dtype = checks[-1]["method"].split(" in ")[1:]  # of the check, where there was one
+    table.add_row(" ".join(["lossless, greedy", *dtype]), *map(lossless_text, checks))
     return table
 
 
@@ -112,11 +93,9 @@ def ways_table(summary: dict[str, Any]) -> Table:
     rivals = max(len(one["ways"]) for one in summary["by_temperature"].values()) - 1
     note = f"The best is chosen of {rivals}: all intervals but the judged way's are wider."
     note = note if rivals > 1 else None
-    table = Table(title=title, caption=note, show_edge=False, pad_edge=False, min_width=72)
-    table.add_column("T", justify="right")
-    table.add_column("", no_wrap=True)
-    for name in ("tokens/s", "speed-up", "tau", "K"):
-        table.add_column(name, justify="right", no_wrap=True)
+    labels = Column("T", justify="right"), Column("", no_wrap=True)
+    columns = *labels, *map(numeric, ("tokens/s", "speed-up", "tau", "K"))
+    table = Table(*columns, title=title, caption=note, min_width=72, **BARE)
     for temperature, judged in summary["by_temperature"].items():
         ways = judged["ways"]
         best = max(ways, key=lambda name: ways[name]["speedup"]["end_to_end"]["mean"])
@@ -139,10 +118,9 @@ def numbers_table(summary: dict[str, Any]) -> Table:
     """By the number of proposals K: what is accepted there, tau and the predicted speed-up."""
     best = max(summary["speedup_by_k"], key=summary["speedup_by_k"].__getitem__)
     title = "by the number of proposals K: computed from the scored texts, best K *"
-    table = Table(title=title, box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("K", no_wrap=True)
-    for number in summary["speedup_by_k"]:
-        table.add_column(f"{number}*" if number == best else number, justify="right", no_wrap=True)
+    marked = (f"{number}*" if number == best else number for number in summary["speedup_by_k"])
+    columns = Column("K", no_wrap=True), *map(numeric, marked)
+    table = Table(*columns, title=title, box=None, pad_edge=False, padding=(0, 1, 0, 0))
     rows = {
         "alpha at K": summary["alpha_by_position"],
         "after K - 1": summary["alpha_given_chain"],
@@ -158,11 +136,16 @@ def numbers_table(summary: dict[str, Any]) -> Table:
 def engine_table(summary: dict[str, Any]) -> Table:
     """What each engine would accept of the judged drafter."""
     title = f"in your engine, its default first (computed; temperature {summary['temperature']:g})"
-    table = Table(title=title, caption=kept_ids_text(summary), show_edge=False, pad_edge=False)
-    for name in ("engine", "how it drafts"):
-        table.add_column(name, no_wrap=True)
-    for name in ("gamma", "accepts", "tokens a pass"):
-        table.add_column(name, justify="right", no_wrap=True)
+    note = ""
+    if kept := summary.get("kept_ids"):
+        note = (
+            f"These rates are of a drafter that proposes {kept:,} ids alone (kept_ids.json), which "
+            "only draftkit knows. Give an engine the folder that `export` writes: there no other "
+            "id is ever the most likely, and all others together get a little of the probability."
+        )
+    labels = (Column(name, no_wrap=True) for name in ("engine", "how it drafts"))
+    columns = *labels, *map(numeric, ("gamma", "accepts", "tokens a pass"))
+    table = Table(*columns, title=title, caption=note, **BARE)
     before = ""
     for row in summary["engines"]:
         engine, before = row["engine"] if row["engine"] != before else "", row["engine"]
@@ -171,24 +154,11 @@ def engine_table(summary: dict[str, Any]) -> Table:
     return table
 
 
-def kept_ids_text(summary: dict[str, Any]) -> str:
-    """What engines do not know of a drafter that proposes some ids alone; empty for all others."""
-    if not (kept := summary.get("kept_ids")):
-        return ""
-    return (
-        f"These rates are of a drafter that proposes {kept:,} ids alone (kept_ids.json), which "
-        "only draftkit knows. Give an engine the folder that `export` writes: there no other id is "
-        "ever the most likely, and all others together get a little of the probability."
-    )
-
-
 def result_lines(summary: dict[str, Any]) -> Table:
     """Six lines: what changed from `before` to the judged drafter, and the verdict."""
     before = summary["before"]
-    table = Table(caption=caption(summary), box=None, pad_edge=False, min_width=76)
-    table.add_column()
-    for name in ("before", "after", "gain"):
-        table.add_column(name, justify="right", no_wrap=True)
+    columns = "", *map(numeric, ("before", "after", "gain"))
+    table = Table(*columns, caption=caption(summary), box=None, pad_edge=False, min_width=76)
     rows = {
         "alpha, sampled drafts": "alpha",
         "alpha, argmax drafts": "alpha_greedy_draft",
@@ -202,17 +172,12 @@ def result_lines(summary: dict[str, Any]) -> Table:
     return table
 
 
-def verdict_text(summary: dict[str, Any]) -> str:
-    """The verdict, what it speaks of, and its reason."""
+def caption(summary: dict[str, Any]) -> str:
+    """The verdict, what it speaks of, its reason; a warning where theory and clock disagree."""
     proposer = summary.get("use", summary["proposer"])
     proposer = "sampled drafts" if proposer == "sampled" else proposer
     scope = f"draftkit's decoder, {proposer}, batch {summary['batch_size']}, {summary['machine']}"
-    return f"{VERDICTS[summary['verdict']]} ({scope}): {summary['reason']}"
-
-
-def caption(summary: dict[str, Any]) -> str:
-    """Verdict and reason, and a warning where theory and clock disagree on what decides."""
-    text = verdict_text(summary)
+    text = f"{VERDICTS[summary['verdict']]} ({scope}): {summary['reason']}"
     speedup = summary["speedup"]
     error, decides = speedup["prediction_error"], speedup["end_to_end"]["ci95"] is not None
     if decides and abs(error) > PREDICTION_TOLERANCE:

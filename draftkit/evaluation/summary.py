@@ -8,8 +8,7 @@ import torch
 
 from draftkit.config import Config, SamplingConfig
 from draftkit.decoding.catalogue import served_mode
-from draftkit.evaluation.alpha import PromptTotals, estimates
-from draftkit.evaluation.breakdown import breakdown
+from draftkit.evaluation.alpha import PromptTotals, breakdown, estimates
 from draftkit.evaluation.choice import HYBRID, LOOKUP, factors_of, taus_of
 from draftkit.evaluation.costs import predicted_speedup
 from draftkit.evaluation.engines import engine_rows
@@ -59,7 +58,15 @@ def compare(
         )
     judged = "drafter" if has_drafter else config.decode.proposer
     named = {LOOKUP: LOOKUP, judged: main} | {name: name for name in (HYBRID,) if name in timed}
-    others: dict[str, Any] = {"speedup_over": speedups_over(timed, main)}
+    own = timed[main]
+    others: dict[str, Any] = {
+        # How much faster answers come than by the draft before it, and by prompt lookup.
+        "speedup_over": {
+            name: speedup(own.answers, timed[name].answers).as_dict()
+            for name in ("before", LOOKUP)
+            if name in timed and timed[name] is not own
+        }
+    }
     if main != "before" and "before" in scored:
         for mode in scored[main].totals:
             others[f"{mode}_gain"] = scored[main].gain(scored["before"], mode).as_dict()
@@ -81,7 +88,7 @@ def summarise(
     scored, timed, plain = measured.scored[draft], measured.timed[draft], measured.timed[PLAIN]
     costs, lossless, gamma = measured.costs[draft], measured.lossless[draft], timed.gamma
     acceptance, counted = estimates(scored), count_rounds(timed)
-    rounds, answers = speedups(timed, plain)
+    rounds, answers = speedup(timed.rounds, plain.rounds), speedup(timed.answers, plain.answers)
     predicted = predicted_speedup(timed, plain, costs)
     limit, break_even = ceiling(gamma, **costs.ratios), break_even_alpha(gamma, **costs.ratios)
     decision, reason = verdict(
@@ -158,62 +165,37 @@ def ways_beside(
     judged: str,
     lossless: Mapping[str, Losslessness],
 ) -> dict[str, dict[str, Any]]:
-    """All `ways`, of which `named` gives the key in `timed`: the one `judged`, and its rivals."""
-    rivals = max(1, len(named) - 1)
-    return {
-        name: way(
-            timed[key],
-            timed[PLAIN],
-            lossless.get(key),
-            chosen_of=1 if name == judged else rivals,
-        )
-        for name, key in named.items()
-    }
-
-
-def way(
-    timed: Timed, plain: Timed, lossless: Losslessness | None = None, *, chosen_of: int = 1
-) -> dict[str, Any]:
-    """One of the `ways`: what its proposals gain.
+    """All `ways` and what their proposals gain; `named` gives the key of each in `timed`.
 
     tokens_per_second: of the rounds; end_to_end: from request to last token. lossless: of this very
-    way. chosen_of: the number of ways beside the judged one, for those: the largest of several is
-    too large, so all of them together are as likely to be stated too high as the judged one alone.
+    way. Beside the one `judged` stand rivals to be chosen from, and the largest of several is too
+    large: all of them together are as likely to be stated too high as the judged one alone.
     """
-    numbers = {
-        "gamma": timed.gamma,
-        "acceptance_length": count_rounds(timed)["acceptance_length"],
-        "tokens_per_second": timed.rounds.mean,
-        "tokens_per_second_end_to_end": timed.answers.mean,
-        "plain_tokens_per_second_end_to_end": plain.answers.mean,
-        "speedup": stated(timed, plain, chosen_of),
-    }
-    return numbers if lossless is None else numbers | {"lossless": lossless.as_dict()}
-
-
-def speedups(timed: Timed, plain: Timed, chosen_of: int = 1) -> tuple[Estimate, Estimate]:
-    """Of the rounds, and from request to last token: tokens per second, paired."""
-    answers = speedup(timed.answers, plain.answers, tail=0.025 / chosen_of)
-    return speedup(timed.rounds, plain.rounds), answers
-
-
-def speedups_over(timed: Mapping[str, Timed], main: str) -> dict[str, Any]:
-    """How much faster answers come by `main` than by the draft before it, and by prompt lookup."""
-    own = timed[main]
-    return {
-        name: speedup(own.answers, timed[name].answers).as_dict()
-        for name in ("before", LOOKUP)
-        if name in timed and timed[name] is not own
-    }
+    plain, rivals, ways = timed[PLAIN], max(1, len(named) - 1), {}
+    for name, key in named.items():
+        one = timed[key]
+        ways[name] = {
+            "gamma": one.gamma,
+            "acceptance_length": count_rounds(one)["acceptance_length"],
+            "tokens_per_second": one.rounds.mean,
+            "tokens_per_second_end_to_end": one.answers.mean,
+            "plain_tokens_per_second_end_to_end": plain.answers.mean,
+            "speedup": stated(one, plain, chosen_of=1 if name == judged else rivals),
+        }
+        if key in lossless:
+            ways[name]["lossless"] = lossless[key].as_dict()
+    return ways
 
 
 def stated(timed: Timed, plain: Timed, chosen_of: int = 1) -> dict[str, Any]:
-    """Speed-ups as summaries state them; chosen_of: as of a `way`.
+    """Speed-ups as summaries state them, tokens per second, paired: of the rounds, and end to end.
 
+    chosen_of: ways that end to end stand beside the judged one to be chosen from.
     units: what the interval of `end_to_end` rests on, documents, or batches where rows are decoded
     together. p_value: of no speed-up against one, by the same test as the interval; None with it.
     """
-    rounds, answers = speedups(timed, plain, chosen_of)
+    rounds = speedup(timed.rounds, plain.rounds)
+    answers = speedup(timed.answers, plain.answers, tail=0.025 / chosen_of)
     p_value = None
     if answers.ci95:
         p_value = gain_p_value(timed.answers, plain.answers, compare=log_ratio)

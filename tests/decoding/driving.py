@@ -103,6 +103,7 @@ def ready(proposer: Any) -> Any:
                 positions=torch.arange(len(text) - 1)[None],
                 rows=torch.tensor([row]),
                 visible=len(text),
+                features=None,
             )
     return proposer
 

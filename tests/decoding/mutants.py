@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from draftkit.decoding import composite, decoder, feeding, proposers, state
+from draftkit.decoding import composite, decoder, proposers, state
 from draftkit.decoding import round as units
 from draftkit.decoding.catalogue import PROPOSERS
 from draftkit.decoding.composite import StagedProposer
@@ -222,7 +222,7 @@ EDITS: dict[str, Edit] = {
         ragged,
     ),
     "prompt fed one slot late": Edit(
-        feeding,
+        decoder,
         "positions = first[:, None] + torch",
         "positions = first[:, None] + 1 + torch",
     ),
@@ -282,7 +282,11 @@ EDITS: dict[str, Edit] = {
         staged,
     ),
     "staged does not move on between passes": Edit(
-        composite, "now = _after(now, new, kept, end)", "pass", DRAWN, staged
+        composite,
+        "now = replace(now, **text_of(tokens, length, vocab_size))",
+        "pass",
+        DRAWN,
+        staged,
     ),
     "staged draws numbers that later rounds draw again": Edit(
         composite, "replace(view, noise=lambda **_: own)", "view", DRAWN, staged
@@ -404,7 +408,7 @@ def mutant(name: str) -> Parts:
         vars(copied_units).update(names)
     for place in (copied, copied_units):
         own = vars(place)
-        for key in ("make_group", "text_of", "SlotCache", "feed"):
+        for key in ("make_group", "text_of", "SlotCache"):
             if key in names and key in own and inspect.getmodule(own[key]) is module:
                 own[key] = names[key]
     vars(copied)["units"] = copied_units

@@ -44,7 +44,12 @@ from tests.tabular import random_adapter, relative
 from tests.theory import checks as theory_checks
 
 TO_THE_END = Setting(gamma=3, tokens=4, samplings=(PLAIN, NUCLEUS), eos=(2,))
-WHATEVER_THE_RULE = {  # with one proposal, or greedy, all rules are one
+OF_RULES = {"mixed": MIXED, "ends": ENDS, "to the end": TO_THE_END}
+SETTINGS = {
+    f"{name}-{rule}": replace(setting, verification=rule)
+    for name, setting in OF_RULES.items()
+    for rule in ("speculative", "block")
+} | {  # with one proposal, or greedy, all rules are one
     "plain decoding": Setting(gamma=0, tokens=4, samplings=EVERY, eos=(2,)),
     "gamma 1": SINGLE,
     "all greedy": Setting(tokens=4, samplings=(GREEDY,)),
@@ -58,16 +63,8 @@ def check_everything(setting: Setting) -> None:
         assert set(result.cells.outcome.accepted.tolist()) == {*range(setting.gamma + 1)}
 
 
-@rules
-@pytest.mark.parametrize("setting", [MIXED, ENDS, TO_THE_END], ids=["mixed", "ends", "to the end"])
-def test_the_joint_law_is_the_targets_and_rounds_know_the_text_alone(
-    setting: Setting, rule: str
-) -> None:
-    check_everything(replace(setting, verification=rule))
-
-
-@pytest.mark.parametrize("setting", WHATEVER_THE_RULE.values(), ids=WHATEVER_THE_RULE)
-def test_the_joint_law_is_the_targets_where_rules_do_not_differ(setting: Setting) -> None:
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+def test_the_joint_law_is_the_targets_and_rounds_know_the_text_alone(setting: Setting) -> None:
     check_everything(setting)
 
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from draftkit.config import SamplingConfig
-from draftkit.decoding import feeding, state
+from draftkit.decoding import decoder as decoder_module
+from draftkit.decoding import state
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.graphs import COMPILED_BUCKET, Units
 from draftkit.decoding.state import DecodeState, group_shape, make_group, to_device
@@ -163,7 +164,7 @@ def test_prompts_that_are_fed_in_few_widths_are_the_same_text(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     whole = answers(prefix=False)
-    monkeypatch.setitem(feeding.WIDTH_STEPS, "cpu", 4)
+    monkeypatch.setitem(decoder_module.WIDTH_STEPS, "cpu", 4)
     target = random_adapter(8, 1)
     widths = set()
     real = type(target).prefill

@@ -1,13 +1,20 @@
 """Results read late are those read at once, whoever has left or joined in between."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from draftkit.decoding.decoder import Decoder
+from draftkit.decoding.generation import LIKELIEST, Completion, finish, record
+from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.decoding.results import RoundResult
 from draftkit.decoding.state import Request
+from tests import tiny
 from tests.decoding.driving import (
     DRAFT,
     SAMPLINGS,
@@ -17,7 +24,9 @@ from tests.decoding.driving import (
     decoder_of,
     drive,
     request,
+    strict_compiler,
 )
+from tests.decoding.pretended import pretended_device, put_on_device
 from tests.tabular import random_adapter, relative
 
 LATE = pytest.mark.parametrize("late", [False, True])
@@ -174,3 +183,118 @@ def test_a_policy_is_told_what_became_of_its_rounds(late: bool) -> None:
     (answer,) = drive(decoder, [replace(request([1, 2], new=12, gamma=2), adapts=True)])
     told = [(gamma, accepted[0]) for gamma, accepted in policy.told if accepted]
     assert told == [(fact[0][0], fact[0][2] - 1) for fact in answer.facts]
+
+
+# Who waits for whom: the host for the round before, the device for nobody
+
+
+def requests(count: int, *, new: Sequence[int] = (12, 5, 9)) -> list[Request]:
+    return [
+        request([1 + row % 5, 2], new=new[row % 3], sampling=SAMPLINGS[row % 4], row=row)
+        for row in range(count)
+    ]
+
+
+def answers(decoder: Decoder, wanted: Sequence[Request]) -> list[list[int]]:
+    """Decode them, as many at once as there are slots, and read all that rounds report."""
+    read = finish(decoder, wanted)
+    for answer in read:
+        assert all(map(math.isfinite, answer.tail_mass))
+        assert len(answer.topk_ids) == len(answer.topk_log_probs) == len(answer.output_ids)
+    return [answer.output_ids for answer in read]
+
+
+def test_the_host_waits_for_the_round_before_while_the_next_is_under_way() -> None:
+    """From the first prompt to the last answer no value is read but what has been copied."""
+    wanted = requests(7)
+    expected = answers(decoder_of(slots=3, late=False, top_k=2, eos_token_ids=[7]), wanted)
+    decoder = put_on_device(decoder_of(slots=3, late=True, top_k=2, eos_token_ids=[7]))
+    with pretended_device() as device:
+        assert answers(decoder, wanted) == expected
+    assert len(device.waits) > 10
+    # As many results as are behind when one is read: those of the next round, of one group.
+    behind = [made - number - 1 for number, made in device.waits]
+    assert set(behind) == {1}
+
+
+def test_rounds_of_the_same_rows_are_read_without_a_look_at_the_device() -> None:
+    decoder = put_on_device(decoder_of(slots=3, late=True))
+    with pretended_device(lists_wait=False) as device:
+        slots = decoder.join(requests(3, new=(60, 60, 60)))
+        running = {slot: Completion([]) for slot in slots}
+        for _ in range(5):
+            for result in decoder.round():
+                record(running, result)
+    assert [number for number, _ in device.waits] == [0, 1, 2, 3]
+    assert all(completion.rounds == 4 for completion in running.values())
+
+
+def test_read_at_once_a_round_is_waited_for_and_no_other() -> None:
+    wanted = requests(4)
+    decoder = put_on_device(decoder_of(slots=3, late=False, top_k=2, eos_token_ids=[7]))
+    with pretended_device() as device:
+        answers(decoder, wanted)
+    assert all(made == number + 1 for number, made in device.waits)
+
+
+def test_the_event_is_of_the_stream_of_the_rounds_own_device() -> None:
+    decoder = put_on_device(decoder_of(slots=1, late=True, top_k=2, eos_token_ids=[7]))
+    with pretended_device() as device:
+        answers(decoder, requests(1))
+    assert {stream.device for stream in device.streams} == {decoder.target.device}
+
+
+# The target's likeliest ids
+
+
+K = 5
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_ids_log_probabilities_and_tails_are_those_of_a_fresh_pass(late: bool) -> None:
+    target, draft = tiny.pair()
+    decoder = Decoder(target, slots=4, capacity=64, late=late, top_k=K)
+    decoder.attach(DRAFT, DraftModelProposer(draft))
+    prompts = tiny.prompts([3, 9, 1, 14])
+    requests = [
+        request(prompt, new=9 + row, row=row, sampling=SAMPLINGS[row], gamma=2 + row % 2)
+        for row, prompt in enumerate(prompts)
+    ]
+    for prompt, sampling, answer in zip(prompts, SAMPLINGS, finish(decoder, requests), strict=True):
+        ids, log_probs, tails = (torch.tensor(getattr(answer, name)) for name in LIKELIEST)
+        text = torch.tensor([prompt + answer.output_ids])
+        keep = torch.zeros_like(text, dtype=torch.bool)
+        keep[:, len(prompt) - 1 : -1] = True
+        with torch.no_grad():
+            logits = target.score(text, keep).double()
+        expected = logits.log_softmax(-1).topk(K)
+        assert torch.equal(ids, expected.indices)
+        torch.testing.assert_close(log_probs.double(), expected.values, atol=1e-4, rtol=0)
+        kept = (logits / (sampling.temperature or 1)).softmax(-1).gather(-1, ids).sum(-1)
+        torch.testing.assert_close(tails.double(), 1 - kept, atol=1e-5, rtol=0)
+        assert tails.max() > 0.01  # there is something to tell
+
+
+def play(top_k: int, *, compiled: bool = False) -> list[Tensor]:
+    decoder = Decoder(random_adapter(8, 5), slots=1, capacity=32, compiled=compiled, top_k=top_k)
+    (answer,) = finish(decoder, [request([1, 2], new=6, gamma=0)])
+    return [torch.tensor(getattr(answer, name)) for name in LIKELIEST]
+
+
+def test_compiled_rounds_name_the_same_ids_and_each_count_is_code_of_its_own() -> None:
+    with strict_compiler() as strict:
+        for made, top_k in enumerate((3, 2), start=1):
+            ours = play(top_k, compiled=True)
+            assert strict.made == made
+            torch.testing.assert_close(ours, play(top_k), atol=1e-12, rtol=1e-12)
+            assert ours[0].shape == (6, top_k)
+
+
+def test_no_more_ids_are_named_than_leave_a_rest() -> None:
+    ids, _, tails = play(99)
+    assert ids.shape[1] == 7
+    assert (tails > 0).all()
+
+
+def test_without_asking_none_are_named() -> None:
+    assert [len(part) for part in play(0)] == [0, 0, 0]

@@ -190,19 +190,14 @@ SETTING = Setting(samplings=(PLAIN, ALL))
 
 
 def test_the_joint_law_is_the_targets_and_rounds_know_the_text_alone() -> None:
-    result = check_law(Parts(proposer=lambda d: DraftModelProposer(d, tree=TREE)), SETTING)
+    """Of a draft, of laws by depth, and of greedy rows."""
+    own = Parts(proposer=lambda draft: DraftModelProposer(draft, tree=TREE))
+    result = check_law(own, SETTING)
     assert set(result.cells.outcome.accepted.tolist()) == {0, 1, 2}
-
-
-def test_the_joint_law_of_laws_by_depth_is_the_targets() -> None:
-    setting = replace(SETTING, samplings=(ALL, PENALTY, GREEDY), eos=(2,))
-    check_law(Parts(proposer=lambda d: ParallelProposer(with_masks(d), tree=TREE)), setting)
-
-
-def test_the_joint_law_of_greedy_rows_is_the_targets() -> None:
+    by_depth = Parts(proposer=lambda draft: ParallelProposer(with_masks(draft), tree=TREE))
+    check_law(by_depth, replace(SETTING, samplings=(ALL, PENALTY, GREEDY), eos=(2,)))
     greedy = (GREEDY, replace(PENALTY, temperature=0.0))
-    setting = Setting(gamma=2, tokens=4, samplings=greedy, eos=(2,))
-    check_law(Parts(proposer=lambda d: DraftModelProposer(d, tree=TREE)), setting)
+    check_law(own, Setting(gamma=2, tokens=4, samplings=greedy, eos=(2,)))
 
 
 @pytest.mark.parametrize("depth", [2, 3])
@@ -243,24 +238,37 @@ def test_a_node_holds_the_likeliest_tokens_behind_its_own_path(kind: str) -> Non
 WIDE = chosen_tree([[0.5, 0.2, 0.1, 0.1], [0.4, 0.2, 0.1], [0.4, 0.2]], 12)
 
 
+def said(
+    target: CausalAdapter,
+    proposer: DraftModelProposer,
+    sampling: SamplingConfig = GREEDY,
+    *,
+    gamma: int = 3,
+    slots: int = 3,
+    capacity: int = 200,
+    **options: Any,
+) -> list[Answer]:
+    """What ragged rows say, and in how many rounds."""
+    decoder = Decoder(target, slots=slots, capacity=capacity, **options)
+    decoder.attach(DRAFT, proposer)
+    requests = [
+        request(prompt, gamma=gamma, new=12 + row, row=row, sampling=sampling)
+        for row, prompt in enumerate(tiny.prompts([1, 14, 6, 9, 3], seed=0))
+    ]
+    return drive(decoder, requests)
+
+
 def answers(
     architecture: str,
     *,
     tree: Tree | None = WIDE,
     sampling: SamplingConfig = GREEDY,
-    slots: int = 3,
-    gamma: int = 3,
-    **options: object,
+    **options: Any,
 ) -> tuple[list[list[int]], float]:
     """What ragged rows say, and the tokens a round."""
     target, draft = tiny.pair(architecture, **(SMALL if architecture == "llama" else {}))
-    decoder = Decoder(target, slots=slots, capacity=96, eos_token_ids=[200], **options)
-    decoder.attach(DRAFT, DraftModelProposer(draft, tree=tree))
-    requests = [
-        request(prompt, gamma=gamma, new=12 + row, row=row, sampling=sampling)
-        for row, prompt in enumerate(tiny.prompts([1, 14, 6, 9, 3], seed=0))
-    ]
-    done = drive(decoder, requests)
+    proposer = DraftModelProposer(draft, tree=tree)
+    done = said(target, proposer, sampling, eos_token_ids=[200], capacity=96, **options)
     rounds = sum(len(one.facts) for one in done)
     return [one.text for one in done], sum(len(one.text) for one in done) / rounds
 
@@ -289,13 +297,9 @@ def test_a_chain_as_a_tree_says_what_matching_says_of_the_chain() -> None:
     """The drafts' likeliest tokens, verified by the target's samples with the same numbers."""
     chain, _ = answers("llama", tree=tree_of([0, 1, 2], [0, 0, 0]), sampling=PLAIN)
     target, draft = tiny.pair("llama", **SMALL)
-    decoder = Decoder(target, slots=3, capacity=96, eos_token_ids=[200], verification="match")
-    decoder.attach(DRAFT, DraftModelProposer(draft, tokens="argmax"))
-    requests = [
-        request(prompt, gamma=3, new=12 + row, row=row)
-        for row, prompt in enumerate(tiny.prompts([1, 14, 6, 9, 3], seed=0))
-    ]
-    assert [one.text for one in drive(decoder, requests)] == chain
+    argmax = DraftModelProposer(draft, tokens="argmax")
+    found = said(target, argmax, PLAIN, eos_token_ids=[200], capacity=96, verification="match")
+    assert [one.text for one in found] == chain
 
 
 def test_a_policy_takes_the_whole_tree_or_nothing() -> None:
@@ -307,12 +311,9 @@ def test_a_policy_takes_the_whole_tree_or_nothing() -> None:
     (answer,) = drive(decoder, [request([5, 6], gamma=3, adapts=True, sampling=GREEDY)])
     gammas = [fact[0][0] for fact in answer.facts]
     assert gammas[:3] == [0, WIDE.depth, WIDE.depth]
-    assert answer.text == answers_of_plain(target, [5, 6])
-
-
-def answers_of_plain(target: object, prompt: list[int]) -> list[int]:
-    decoder = Decoder(target, slots=1, capacity=96)  # pyrefly: ignore[bad-argument-type]
-    return drive(decoder, [request(prompt, gamma=0, sampling=GREEDY)])[0].text
+    plain = Decoder(target, slots=1, capacity=96)
+    (expected,) = drive(plain, [request([5, 6], gamma=0, sampling=GREEDY)])
+    assert answer.text == expected.text
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, ALL], ids=["greedy", "all"])
@@ -332,25 +333,6 @@ def test_what_cannot_verify_a_tree_refuses_it() -> None:
 
 
 # Heads on the target's hidden states
-
-
-def said(
-    target: CausalAdapter,
-    proposer: DraftModelProposer,
-    sampling: SamplingConfig = GREEDY,
-    *,
-    gamma: int = 3,
-    verification: str = "speculative",
-    **options: Any,
-) -> list[Answer]:
-    """What ragged rows say with a head, and in how many rounds."""
-    decoder = Decoder(target, slots=3, capacity=200, verification=verification, **options)
-    decoder.attach(DRAFT, proposer)
-    requests = [
-        request(prompt, gamma=gamma, new=12 + row, row=row, sampling=sampling)
-        for row, prompt in enumerate(tiny.prompts([1, 14, 6, 9, 3], seed=0))
-    ]
-    return drive(decoder, requests)
 
 
 WIDEST = tree_of([0] * 30 + [*range(1, 31)] + [31] * 4, [*range(30)] + [0] * 30 + [*range(4)])

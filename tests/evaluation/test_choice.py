@@ -10,7 +10,7 @@ from draftkit.decoding.generation import decode, make_requests
 from draftkit.decoding.ngrams import PromptLookup
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.evaluation.alpha import PromptTotals
-from draftkit.evaluation.choice import chosen_numbers, correct, guessed_lengths, without_draft
+from draftkit.evaluation.choice import chosen_numbers, correct, guessed_lengths
 from draftkit.theory.acceptance import MODES
 from draftkit.theory.speedup import Costs
 from tests.records import records_of
@@ -75,7 +75,8 @@ def test_each_way_has_the_number_that_pays_most_at_its_own_lengths_and_costs():
             return sum(alpha**i for i in range(gamma + 1)) / COSTS.round_at(gamma)
 
         assert found["after"] == found["hybrid"] == max(range(1, 13), key=gain)
-        free, taus = without_draft(COSTS), guessed_lengths(PromptLookup(), texts)
+        free = replace(COSTS, cost_ratio=0.0, draft_units={})
+        taus = guessed_lengths(PromptLookup(), texts)
         gains = [tau / free.round_at(gamma) for gamma, tau in enumerate(taus, 1)]
         assert found["prompt_lookup"] == 1 + gains.index(max(gains))
         assert free.draft_at(7) == 0

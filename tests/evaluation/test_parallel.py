@@ -1,5 +1,7 @@
 """Acceptance of a parallel draft by position, and the tokens a pass that follow from it."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,9 +12,9 @@ from draftkit.decoding.generation import decode, make_requests
 from draftkit.decoding.proposers import ParallelProposer
 from draftkit.distillation.scores import stored_scores
 from draftkit.evaluation import laws
-from draftkit.evaluation.alpha import score_drafts, score_stored
+from draftkit.evaluation.alpha import PromptTotals, score_drafts, score_stored
 from draftkit.evaluation.intervals import estimate
-from draftkit.models.adapter import CausalAdapter
+from draftkit.models.adapter import Adapter, CausalAdapter
 from draftkit.models.heads import MEDUSA
 from draftkit.models.parallel import Parallel, declare
 from draftkit.theory.acceptance import Rate, chain_acceptance, mean_by_position, rounds_of_texts
@@ -45,6 +47,13 @@ def contexts_of(
     requests = [*make_requests(prompts, max_new_tokens=tokens, sampling=sampling, seed=seed)]
     answers = decode(target, requests, eos_token_ids=(), batch_size=count)
     return records_of(answers, sampling, seed=seed)
+
+
+def scored(
+    target: Adapter, draft: Adapter, texts: list[Record], sampling: SamplingConfig, **options: Any
+) -> PromptTotals:
+    how: dict[str, Any] = {"sampling": sampling, "batch_size": 100, **options}
+    return score_drafts(target, {"draft": draft}, texts, **how)["draft"]
 
 
 def rounds_by_hand(share: Tensor, gamma: int, begin: int = 0) -> float:
@@ -80,9 +89,7 @@ def test_shares_are_those_of_each_chain_read_by_itself(
     monkeypatch.setattr(laws, "CHAINS_AT_ONCE", 7)
     (target, draft), sampling = pair(), SAMPLINGS[name]
     (record,) = contexts_of(target, sampling, 1)
-    found = score_drafts(
-        target, {"draft": draft}, [record], sampling=sampling, batch_size=1, blocks=3
-    )["draft"].shares["alpha"][0]
+    found = scored(target, draft, [record], sampling, blocks=3).shares["alpha"][0]
     ids, given = [*record.prompt_ids, *record.output_ids], len(record.prompt_ids)
     params = SamplingParams.uniform(1, **vars(sampling))
 
@@ -108,15 +115,9 @@ def test_shares_are_those_of_each_chain_read_by_itself(
 @pytest.mark.parametrize("name", ["plain", "greedy"])
 def test_tokens_a_pass_are_those_of_the_decoder(name: str) -> None:
     (target, draft), sampling = pair(), SAMPLINGS[name]
-    scored = score_drafts(
-        target,
-        {"draft": draft},
-        contexts_of(target, sampling, 300),
-        sampling=sampling,
-        batch_size=100,
-    )["draft"]
-    predicted = estimate(scored.tokens_a_pass("alpha", BLOCKS))
-    plainly = scored.one_by_one.tokens_a_pass("alpha", BLOCKS).mean
+    totals = scored(target, draft, contexts_of(target, sampling, 300), sampling)
+    predicted = estimate(totals.tokens_a_pass("alpha", BLOCKS))
+    plainly = totals.one_by_one.tokens_a_pass("alpha", BLOCKS).mean
     prompts = tiny.prompts([4 + row % 5 for row in range(300)], seed=1)
     requests = make_requests(prompts, max_new_tokens=20, sampling=sampling, gamma=BLOCKS, seed=77)
     answers = decode(
@@ -141,24 +142,17 @@ def test_stored_scores_that_hold_all_give_the_same_tokens_a_pass_on_average() ->
     sampling = SAMPLINGS["plain"]
     records = contexts_of(target, sampling, 100)
     stored = stored_scores(target, records, k=tiny.VOCAB_SIZE - 1, loss_temperature=1.0)
-    scored, _ = score_stored(draft, stored, sampling=sampling, batch_size=50)
-    whole = score_drafts(target, {"d": draft}, records, sampling=sampling, batch_size=50)["d"]
-    lengths = [estimate(one.tokens_a_pass("alpha", BLOCKS)) for one in (scored, whole)]
+    found, _ = score_stored(draft, stored, sampling=sampling, batch_size=50)
+    whole = scored(target, draft, records, sampling)
+    lengths = [estimate(one.tokens_a_pass("alpha", BLOCKS)) for one in (found, whole)]
     assert lengths[0].mean == pytest.approx(lengths[1].mean, abs=lengths[1].high - lengths[1].low)
-    assert scored.alpha.mean == pytest.approx(whole.alpha.mean, abs=1e-4)
+    assert found.alpha.mean == pytest.approx(whole.alpha.mean, abs=1e-4)
 
 
 def test_what_medusa_has_no_head_for_counts_as_refused() -> None:
     """As its proposer, which proposes as many tokens as it has heads."""
     (target, draft), sampling = head(MEDUSA), SAMPLINGS["plain"]
-    scored = score_drafts(
-        target,
-        {"draft": draft},
-        contexts_of(target, sampling, 2),
-        sampling=sampling,
-        batch_size=2,
-        blocks=5,
-    )["draft"]
-    three, five = (scored.tokens_a_pass("alpha", gamma).mean for gamma in (3, 5))
+    totals = scored(target, draft, contexts_of(target, sampling, 2), sampling, blocks=5)
+    three, five = (totals.tokens_a_pass("alpha", gamma).mean for gamma in (3, 5))
     assert three == pytest.approx(five)
     assert three > 1

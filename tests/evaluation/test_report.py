@@ -89,16 +89,12 @@ def pair():
     }
 
 
-def test_the_table_fits_eighty_columns_one_line_a_row(pair):
-    lines = printed(evaluation_table(pair)).splitlines()
-    assert max(map(len, lines)) <= 80
-    rows = [line for line in lines if line.startswith("argmax drafts, p(argmax q)")]
-    assert len(rows) == 1
-    assert "0.454 [0.442, 0.466]" in rows[0]
-
-
-def test_the_table_names_verdict_gain_and_both_drafts(pair):
+def test_the_table_fits_eighty_columns_and_names_verdict_gain_and_both_drafts(pair):
     text = printed(evaluation_table(pair))
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80
+    (row,) = (line for line in lines if line.startswith("argmax drafts, p(argmax q)"))
+    assert "0.454 [0.442, 0.466]" in row
     for part in ("before", "after", "DEPLOY", "+0.135 [+0.123, +0.147]", "1.71 [1.65, 1.78]"):
         assert part in text
     assert text.count("1.59 [1.52, 1.66]") == 3  # of both drafts, and in the reason

@@ -45,7 +45,7 @@ from draftkit.distillation.samplers import ROLLOUTS, TEST, VALIDATION, target_an
 from draftkit.distillation.sources import TrainingTexts, reads_rollouts
 from draftkit.evaluation.alpha import PromptTotals, estimates, score_contexts
 from draftkit.evaluation.intervals import Estimate, acceptance_length
-from draftkit.evaluation.judge import Measured, Prompts, check_lossless, gather, proposer_of
+from draftkit.evaluation.judge import Prompts, check_lossless, gather, proposer_of
 from draftkit.evaluation.summary import compare
 from draftkit.models.adapter import Adapter
 from draftkit.models.compatibility import declare_target
@@ -229,21 +229,21 @@ def distill(
     The pair stays as it is, and its target is the only copy in memory. Raises ValueError, one line,
     for prompts and settings that cannot be used, and where training fails.
     """
-    if isinstance(divergence, str | DivergenceConfig):
-        sections["divergence"] = _section(DivergenceConfig, divergence)
+    if isinstance(divergence, str):
+        divergence = DivergenceConfig(name=divergence)
+    if isinstance(divergence, DivergenceConfig):
+        sections["divergence"] = divergence
     if source is not None:
-        sections["source"] = _section(SourceConfig, source)
-    config = pair.settings(sections)
+        sections["source"] = SourceConfig(name=source) if isinstance(source, str) else source
+    config, target, context = pair.settings(sections), pair.target, pair.context
     if steps is not None:
         config = replace(config, optim=replace(config.optim, max_steps=steps))
-    config = replace(
-        config,
-        # The target is in memory: nothing is gained by storing its scores.
-        generate=replace(config.generate, top_k=0),
+    # The target is in memory: nothing is gained by storing its scores.
+    config = replace(config, generate=replace(config.generate, top_k=0))
+    read = partial(examples_of, target=target, data=config.data, context=context, note=note)
+    examples, room = fit_examples(
+        read(prompts), config.data, context=context, max_length=max_length
     )
-    data, context = config.data, pair.context
-    read = partial(examples_of, target=pair.target, data=data, context=context, note=note)
-    examples, room = fit_examples(read(prompts), data, context=context, max_length=max_length)
     loss = divergence if callable(divergence) else None
     if validation is None:
         examples, held_out = held_out_of(examples, config)
@@ -253,23 +253,20 @@ def distill(
     with TemporaryDirectory() if folder is None else nullcontext(folder) as kept:
         work = Path(kept)
         if folder is not None:
-            call: dict[str, Any] = {"prompts": _ids_of(examples), "validation": _ids_of(held_out)}
-            call["max_length"] = max_length
-            if loss is not None:
-                call["divergence"] = _source_of(loss)
-            _claim(work, config, call)
+            texts = {"prompts": examples, "validation": held_out}
+            _claim(work, config, texts, loss, max_length)
         rollouts = None
         if reads_rollouts(config):
             count = config.generate.rollouts
             note(f"sampling {count} answers of the target")
             again = [examples[row % len(examples)] for row in range(count)]
-            rollouts = target_answers(pair.target, again, config, ROLLOUTS, room)
-        draft = load_learner(config.draft, pair.target)  # what is served may be rounded
+            rollouts = target_answers(target, again, config, ROLLOUTS, room)
+        draft = load_learner(config.draft, target)  # what is served may be rounded
         if draft.reads:
             declare_target(draft.model.config, address_of(config.target))
         return fit(
             config,
-            target=pair.target,
+            target=target,
             draft=draft,
             texts=TrainingTexts(examples, room, rollouts),
             validation=_contexts(pair, held_out, config, VALIDATION),
@@ -280,17 +277,31 @@ def distill(
         )
 
 
-def _section(kind: type[Any], given: Any) -> Any:
-    """The section of a name, or the section that was given."""
-    return kind(name=given) if isinstance(given, str) else given
+def _claim(
+    folder: Path,
+    config: Config,
+    texts: Mapping[str, Sequence[Example]],
+    loss: Divergence | None,
+    max_length: int | None,
+) -> None:
+    """Raise ValueError, naming what differs, where `folder` holds the run of another call.
 
-
-def _claim(folder: Path, config: Config, call: dict[str, Any]) -> None:
-    """Raise ValueError, naming what differs, where `folder` holds the run of another `call`.
-
-    Models count by their content, wherever they lie.
+    Models count by their content, wherever they lie; a loss by its source and the values that it
+    was made with. ValueError for one of which that is not known.
     """
-    settings = flatten(asdict(replace(config, hardware=HardwareConfig()))) | call
+    settings = flatten(asdict(replace(config, hardware=HardwareConfig())))
+    for key, examples in texts.items():
+        settings[key] = fingerprint([[one.token_ids, one.loss_mask] for one in examples])
+    settings["max_length"] = max_length
+    if loss is not None:
+        try:
+            made = [inspect.getclosurevars(loss).nonlocals, *map(loss.__getattribute__, DEFAULTS)]
+            settings["divergence"] = [inspect.getsource(loss), *map(repr, made)]
+        except (OSError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"divergence: {loss!r} cannot be told from another loss ({first_line(error)}): "
+                "define it in a file, or leave folder out"
+            ) from error
     for key in ("target", "draft"):
         model = getattr(config, key)
         settings |= {f"{key}.path": address_of(model), f"{key}.revision": None}
@@ -302,22 +313,6 @@ def _claim(folder: Path, config: Config, call: dict[str, Any]) -> None:
             "give another folder"
         )
     write_json(path, settings)
-
-
-def _ids_of(examples: Sequence[Example]) -> str:
-    return fingerprint([[example.token_ids, example.loss_mask] for example in examples])
-
-
-def _source_of(loss: Divergence) -> list[str]:
-    """What tells a loss from others: its source, and the values that it was made with."""
-    try:
-        made = [inspect.getclosurevars(loss).nonlocals, *map(loss.__getattribute__, DEFAULTS)]
-        return [inspect.getsource(loss), *map(repr, made)]
-    except (OSError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"divergence: {loss!r} cannot be told from another loss ({first_line(error)}): define "
-            "it in a file, or leave folder out"
-        ) from error
 
 
 def evaluate(
@@ -335,53 +330,44 @@ def evaluate(
     target is held in float32; `summary` then has speed-up and verdict. Raises ValueError, one line,
     for no prompt, or one too few to calibrate costs on.
     """
-    config = pair.settings(sections)
-    examples = examples_of(prompts, pair.target, config.data, context=pair.context, note=note)
-    new = min(
-        config.evaluate.max_new_tokens,
-        pair.context - max((len(example.prompt_ids) for example in examples), default=0),
-    )
+    config, target = pair.settings(sections), pair.target
+    examples = examples_of(prompts, target, config.data, context=pair.context, note=note)
+    longest = max((len(example.prompt_ids) for example in examples), default=0)
+    new = min(config.evaluate.max_new_tokens, pair.context - longest)
     config = replace(config, evaluate=replace(config.evaluate, max_new_tokens=new))
     if len(examples) < (least := CALIBRATING if timed else 1):
         raise ValueError(f"prompts: {len(examples)} are too few to measure: give {least}")
     contexts = _contexts(pair, examples, config, TEST)
     if timed:
-        measured = _timed(pair, examples, contexts, config, note)
+        # One of each document, then the second ones, ...: what is timed first is most diverse.
+        others = [one for row, one in enumerate(examples, 1) if row % CALIBRATING]
+        ranks = rank_in_group([example.document for example in others])
+        others = [others[row] for row in np.argsort(ranks, kind="stable")]
+        last = slice(CALIBRATING - 1, None, CALIBRATING)
+        parts = Prompts(
+            test=[example.prompt_ids for example in others],
+            calibration=[example.prompt_ids for example in examples[last]],
+            documents=[example.document for example in others],
+        )
+        measured = gather(
+            target,
+            {"given": pair.draft},
+            contexts=contexts,
+            others=contexts[last],
+            prompts=parts,
+            sampling=config.sampling,
+            lossless=check_lossless(target, {"given": config.draft}, parts, config, note),
+            config=config,
+            note=note,
+        )
         scored = measured.scored["given"]
         summary = compare(measured, "given", config.sampling, config)
     else:
         size, summary = config.evaluate.batch_size, None
         scored = score_contexts(
-            pair.target.adapter, pair.draft, contexts, sampling=config.sampling, batch_size=size
+            target.adapter, pair.draft, contexts, sampling=config.sampling, batch_size=size
         )
     return Evaluation(**estimates(scored), totals=scored, summary=summary)
-
-
-def _timed(
-    pair: Pair, examples: Sequence[Example], contexts: Sequence[Record], config: Config, note: Note
-) -> Measured:
-    """All that is measured of the draft, as "given"."""
-    calibration = [example.prompt_ids for example in examples[CALIBRATING - 1 :: CALIBRATING]]
-    timed = [one for row, one in enumerate(examples, 1) if row % CALIBRATING]
-    ranks = rank_in_group([example.document for example in timed])
-    timed = [timed[row] for row in np.argsort(ranks, kind="stable")]
-    parts = Prompts(
-        test=[example.prompt_ids for example in timed],
-        calibration=calibration,
-        documents=[example.document for example in timed],
-    )
-    lossless = check_lossless(pair.target, {"given": config.draft}, parts, config, note)
-    return gather(
-        pair.target,
-        {"given": pair.draft},
-        contexts=contexts,
-        others=contexts[CALIBRATING - 1 :: CALIBRATING],
-        prompts=parts,
-        sampling=config.sampling,
-        lossless=lossless,
-        config=config,
-        note=note,
-    )
 
 
 def generate(

@@ -11,8 +11,7 @@ from typing import Any
 
 from draftkit.artifacts import read_json, write_text
 from draftkit.config import Config
-from draftkit.engines.folder import write_head_folder, write_plain_folder
-from draftkit.engines.hub import upload
+from draftkit.engines.folder import upload, write_head_folder, write_plain_folder
 from draftkit.engines.launch import expected, launch_text, launched_gammas, model_card
 from draftkit.models.files import CARD
 from draftkit.models.head_files import kind_of

@@ -13,9 +13,8 @@ from draftkit.artifacts import locked, provenance, write_json
 from draftkit.config import Config
 from draftkit.data.rollouts import read_parts
 from draftkit.distillation.assembly import load_teaching_target
-from draftkit.online.assembly import make_refit
 from draftkit.online.daemon import Daemon
-from draftkit.online.refit import Anchors, Refit, Update
+from draftkit.online.refit import Anchors, Refit, Update, make_refit
 
 from .contexts import read_contexts
 from .plan import ONLINE
@@ -147,7 +146,7 @@ def summary_of(refits: Sequence[Refit]) -> dict[str, Any]:
             for refit in refits
             for name in refit.state["chosen"]
         },
-        "records_seen": sum(refit.records_seen() for refit in refits),
+        "records_seen": sum(refit.state["records"] + refit.new_records() for refit in refits),
         "recovered_fraction": None,
         "anchor_alpha_change": {refit.route: refit.state["anchor_change"] for refit in refits},
     }

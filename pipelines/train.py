@@ -4,6 +4,7 @@ Starts from `draft.path` (or the base drafter of `prepare`) and learns by `diver
 sequences of `source`. All processes of a distributed launch take part.
 """
 
+from itertools import pairwise
 from typing import Any
 
 from accelerate import PartialState
@@ -18,7 +19,6 @@ from draftkit.distillation.assembly import (
     load_teaching_target,
 )
 from draftkit.distillation.fit import fit, with_warmup
-from draftkit.distillation.progress import training_seconds
 from draftkit.distillation.ranks import is_first
 from draftkit.distillation.sources import TrainingTexts, check_source_of_head
 from draftkit.models.compatibility import declare_target
@@ -123,7 +123,10 @@ def train(config: Config, folder: StageFolder) -> dict[str, Any]:
 def mean_pace(lines: list[dict[str, Any]]) -> float:
     """Generated tokens trained on per second, sampling included, over all logged steps."""
     steps = [line for line in lines if line["section"] == "train"]
-    return steps[-1]["total_tokens"] / training_seconds(steps)
+    counts = pairwise([0, *(line["total_tokens"] for line in steps)])
+    paces = (line["tokens_per_second"] for line in steps)  # in which no time between kills is
+    seconds = sum((b - a) / pace for (a, b), pace in zip(counts, paces, strict=True))
+    return steps[-1]["total_tokens"] / seconds
 
 
 if __name__ == "__main__":

@@ -77,7 +77,12 @@ def make_trainer(
     of which may use the id of the masks, where the draft is a parallel one.
     """
     if draft.reads:
-        draft = learning_head(draft, config)
+        in_one_pass = draft.parallel is not None
+        check_learning_head(config, in_one_pass)
+        if config.draft.kind == EAGLE3:  # which learns chains as long as `draft.head` says
+            head: Any = draft
+            options = config.draft.head
+            draft = head.taught(options.tokens if in_one_pass else options.steps)
     # One that proposes in one pass already, as the daemon's does, has that behind it.
     plain_share = 0.0 if draft.parallel else config.draft.pard.plain_share or 0.0
     if config.draft.kind == PARD and not draft.reads:
@@ -125,20 +130,8 @@ def check_learning_head(config: Config, in_one_pass: bool) -> None:
             raise ValueError(f"{key}={str(value).lower()} must be {rule}")
 
 
-def learning_head(draft: Any, config: Config) -> Adapter:
-    """The head `draft`, for chains as long as `draft.head` says where `draft.kind` names it."""
-    in_one_pass = draft.parallel is not None
-    check_learning_head(config, in_one_pass)
-    if config.draft.kind != EAGLE3:
-        return draft
-    return draft.taught(config.draft.head.tokens if in_one_pass else config.draft.head.steps)
-
-
 def made_parallel(
-    draft: Adapter,
-    blocks: int,
-    tokenizer: PreTrainedTokenizerBase,
-    texts: Iterable[Sequence[int]],
+    draft: Adapter, blocks: int, tokenizer: PreTrainedTokenizerBase, texts: Iterable[Sequence[int]]
 ) -> Adapter:
     """`draft` as one that proposes `blocks` tokens in one pass; the id of its masks, if it has one,
     stays. ValueError where the vocabulary has none to give, or rows of it cannot be packed."""

@@ -6,7 +6,7 @@ Texts are padded on the right; a padded position is never generated, so it never
 Shapes: B rows, T tokens, M generated tokens of the batch, row by row.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from draftkit.data.prompts import Example
 from draftkit.data.rollouts import Record
-from draftkit.models.parallel import Chains, Parallel, chains, depths, unrolled
+from draftkit.models.parallel import Chains, unrolled
 
 _OPTIONAL = {  # of `TokenSequence` and `Batch` alike
     "rejected": torch.bool,
@@ -56,11 +55,6 @@ def continued(prompt_ids: Sequence[int], output_ids: Sequence[int]) -> TokenSequ
     )
 
 
-def sequence_of_example(example: Example) -> TokenSequence:
-    """The text of the data, loss on its completion."""
-    return TokenSequence(example.token_ids, example.loss_mask)
-
-
 def sequence_of_record(record: Record) -> TokenSequence:
     """A rollout, loss on its output, with what is known of it: refusals, the target's scores."""
     text, given = continued(record.prompt_ids, record.output_ids), len(record.prompt_ids)
@@ -77,11 +71,6 @@ def sequence_of_record(record: Record) -> TokenSequence:
         topk_log_probs=[[0.0] * count] * given + log_probs,
         tail_mass=[0.0] * given + tails,
     )
-
-
-def all_learned(text: TokenSequence) -> TokenSequence:
-    """The same text, loss on the prompt too, of which no scores are stored: ask the target."""
-    return replace(text, generated=[False] + [True] * (len(text.token_ids) - 1))
 
 
 def block_of_record(record: Record) -> TokenSequence:
@@ -136,26 +125,6 @@ class Batch:
             begins[:, :-1] &= self.block_offset[:, 1:] == 0
         return unrolled(self.input_ids, predicting, steps, begins)
 
-    def chains(
-        self, parallel: Parallel, decay: float, generator: torch.Generator, *, heads: bool = False
-    ) -> Chains:
-        """The rows as a parallel draft learns on them.
-
-        Chains begin at every predicting token, and a share of them that falls by `decay` goes on;
-        of drafted blocks the whole chain that drew them. heads: a head's, as in `unrolled`.
-        """
-        predicting = self.predicting
-        if self.block_offset is None:
-            depth = depths(predicting, parallel.blocks, decay, generator)
-        else:
-            first = self.generated(self.block_offset) == 0
-            depth = torch.zeros_like(self.input_ids).masked_scatter(
-                predicting, first * parallel.blocks
-            )
-        if heads:
-            depth[:, 0] = 0
-        return chains(self.input_ids, predicting, depth, token=parallel.token)
-
     def micro_batches(self, count: int) -> list["Batch"]:
         """Split the rows, at least `count`, into that many parts, cut to the longest row of each.
 
@@ -163,22 +132,12 @@ class Batch:
         """
         columns = torch.arange(self.loss_mask.shape[1], device=self.loss_mask.device)
         lengths = (self.loss_mask * columns).amax(1)
-        by_length = lengths.argsort(descending=True, stable=True)
-        return [self.select(rows).cut() for rows in by_length.tensor_split(count)]
-
-    def select(self, rows: Tensor) -> "Batch":
-        """The rows named by index."""
-        return self._mapped(lambda tensor: tensor[rows])
-
-    def cut(self) -> "Batch":
-        """Without the columns after the last generated token."""
-        used = self.loss_mask.any(dim=0).nonzero()
-        width = int(used.max()) + 1 if len(used) else 1
-        return self._mapped(lambda tensor: tensor[:, :width])
-
-    def _mapped(self, function: Callable[[Tensor], Tensor]) -> "Batch":
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **{name: function(value) for name, value in tensors.items()})
+        parts: list[Batch] = []
+        for rows in lengths.argsort(descending=True, stable=True).tensor_split(count):
+            width, known = int(lengths[rows].max()) + 1, vars(self).items()
+            cut = {name: v[rows][:, :width] for name, v in known if isinstance(v, Tensor)}
+            parts.append(replace(self, **cut))
+        return parts
 
 
 def collate(rows: Sequence[TokenSequence], *, device: torch.device) -> Batch:

@@ -86,7 +86,10 @@ class _ChunkedSum(torch.autograd.Function):
             if grad_states is not None:
                 grad_states[rows] = grad if cast is None else grad @ cast
             if grad_weight is not None:
-                _add_product(grad_weight, grad, some)
+                if grad_weight.dtype == grad.dtype:
+                    grad_weight.addmm_(grad.T, some)
+                else:  # kept in a precision of its own
+                    grad_weight += grad.T @ some
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
         ctx.save_for_backward(*grads)
@@ -96,11 +99,3 @@ class _ChunkedSum(torch.autograd.Function):
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
         grads = [None if grad is None else grad * outer[0] for grad in ctx.saved_tensors]
         return (None, None, *grads)
-
-
-def _add_product(total: Tensor, grad: Tensor, states: Tensor) -> None:
-    """total [V, H] += grad [m, V]^T @ states [m, H], kept in the precision of `total`."""
-    if total.dtype == grad.dtype:
-        total.addmm_(grad.T, states)
-    else:
-        total += grad.T @ states

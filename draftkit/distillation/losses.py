@@ -25,7 +25,7 @@ Shapes: M generated tokens of a batch, m of them, V vocabulary, W outcomes, k st
 """
 
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -68,7 +68,8 @@ class Outcomes:
 
 @dataclass(frozen=True)
 class Warp:
-    """The distributions that a loss compares: temperature in both, cuts in the target alone."""
+    """The distributions that a loss compares: temperature in both, cuts in the target alone, so
+    that the draft's support stays whole."""
 
     temperature: float
     top_k: int = 0
@@ -86,10 +87,6 @@ class Warp:
             device=logits.device,
         )
         return warped_logits(logits[None], params)[0]
-
-    def draft(self, logits: Tensor) -> Tensor:
-        """Logits [m, V] of the draft, whose support stays whole."""
-        return tempered(logits, self.temperature)
 
 
 @dataclass(frozen=True)
@@ -122,7 +119,7 @@ class FullScores:
         """
         with torch.no_grad():
             target_logits = warp.target(self._logits(rows))
-        return target_logits, warp.draft(draft_logits)
+        return target_logits, tempered(draft_logits, warp.temperature)
 
     def best(self, rows: slice, warp: Warp) -> Tensor:
         """The target's most likely id [m] at each of the tokens `rows`."""
@@ -176,7 +173,7 @@ class TopKScores:
             # Where nothing is left, all that can be said is: another token.
             empty = (target_logits == -torch.inf).all(-1)
             target_logits[:, -1] = target_logits[:, -1].masked_fill(empty, 0.0)
-        return target_logits, coarse_draft(warp.draft(draft_logits), ids)
+        return target_logits, coarse_draft(tempered(draft_logits, warp.temperature), ids)
 
     def best(self, rows: slice, warp: Warp) -> Tensor:
         """The first stored id that the draft can propose."""
@@ -245,11 +242,10 @@ class Objective:
     outcomes: Outcomes | None = None  # of a draft that cannot propose all ids
     own: Divergence | None = None
 
-    def terms(self, step: int) -> dict[str, float]:
-        """The weights of divergences in the loss of `step`, from 0."""
-        if step < (self.divergence.warmup_steps or 0):
-            return {FIRST: 1.0}
-        return {OWN: 1.0} if self.own is not None else self.divergence.terms
+    @cached_property
+    def terms(self) -> dict[str, float]:
+        """The weights of the divergences, behind the warm-up."""
+        return self.divergence.terms if self.own is None else {OWN: 1.0}
 
     def warp(self, name: str) -> Warp:
         """The distributions that divergence `name` compares."""
@@ -276,17 +272,21 @@ class Objective:
             draft_logits = self.outcomes.logits(draft_logits)
             token_ids = self.outcomes.column[token_ids]
         total = draft_logits.new_zeros((), dtype=torch.float32)
-        for name, weight in self.terms(step).items():
+        is_warm = step >= (self.divergence.warmup_steps or 0)
+        for name, weight in (self.terms if is_warm else {FIRST: 1.0}).items():
             warp, ids = self.warp(name), token_ids[rows]
             if name == "ce_argmax":  # whose outcomes are tokens, whatever the scores tell apart
                 assert scores is not None, name
                 name, ids = "next_token", scores.best(rows, warp)
             if name == "next_token":
-                target, draft = None, warp.draft(draft_logits)
+                target, draft = None, tempered(draft_logits, self.temperature)
             else:
                 assert scores is not None, name
                 target, draft = scores.beside(draft_logits, rows, warp)
-            function = self._function(name)
+            if name == OWN and self.own is not None:
+                function = self.own
+            else:
+                function = compiled(name) if self.compiled else DIVERGENCES[name]
             values = function(
                 target_logits=target, draft_logits=draft, token_ids=ids, settings=self.divergence
             )
@@ -297,12 +297,6 @@ class Objective:
                 )
             total = total + (values if weight == 1 else weight * values)
         return total
-
-    def _function(self, name: str) -> Divergence:
-        if name == OWN:
-            assert self.own is not None
-            return self.own
-        return compiled(name) if self.compiled else DIVERGENCES[name]
 
     def overlap(self, *, scores: TargetScores, draft_logits: Tensor, rows: slice) -> Tensor:
         """sum_x min(p, q) [m] of the distributions that the loss compares: 1 - TVD."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from draftkit.data.prompts import Example
 from draftkit.data.rollouts import Record
 from draftkit.data.splits import Splits
 from draftkit.data.store import Lazy
-from draftkit.distillation.batch import TokenSequence, sequence_of_example
+from draftkit.distillation.batch import TokenSequence
 from draftkit.distillation.loop import train
 from draftkit.distillation.losses import Objective
 from draftkit.distillation.progress import reporting
@@ -43,15 +42,7 @@ from draftkit.models.adapter import Adapter
 from draftkit.models.compatibility import declare_target
 from draftkit.models.devices import resolve_device, resolve_dtype
 from draftkit.models.head_files import steps_of
-from draftkit.models.heads import (
-    EAGLE3,
-    MEDUSA,
-    STEPS,
-    adapted,
-    head_config,
-    left_random,
-    new_head,
-)
+from draftkit.models.heads import EAGLE3, MEDUSA, STEPS, adapted, head_config, left_random, new_head
 from draftkit.models.loading import (
     adapter_of,
     auto_model,
@@ -102,47 +93,40 @@ def make_draft(
     there are any (those of a head on these alone); `note` hears which share of the validation text,
     and of answers that are not counted, these are.
     """
-    tokenizer = load_tokenizer(target)
+    tokenizer, made = load_tokenizer(target), folder / DRAFT
     cut, shape = config.draft.shrink, config.draft.pretrain
-    if config.draft.is_head:
-        head = head_on(config, target, splits, note=note, answers=answers)
-        declare_target(head.model.config, sha256)
-        save_draft(head, tokenizer, folder / DRAFT)
-        return
-    if cut.layers:
-        draft = cut_draft(config, target, splits, note=note, answers=answers)
-        if not cut.steps:
-            save_draft(draft, tokenizer, folder / DRAFT)
-            return
-        shape = replace(shape, max_steps=cut.steps)
+    if config.draft.is_head or cut.layers:
+        draft = made_of_target(
+            config, target, splits, tokenizer=tokenizer, note=note, answers=answers
+        )
+        shape = replace(shape, max_steps=cut.steps or shape.max_steps)
     else:
-        device = resolve_device(config.hardware)
-        made = new_model(
+        fresh = new_model(
             shape,
             tokenizer,
             model_config(target),
             seed=config.seed,
-            device=device,
+            device=resolve_device(config.hardware),
             start=decoder_start(target),
         )
-        draft = adapter_of(made, vocab_size=len(tokenizer))
+        draft = adapter_of(fresh, vocab_size=len(tokenizer))
+    if draft.reads:
+        declare_target(draft.model.config, sha256)
+    if draft.reads or (cut.layers and not cut.steps):
+        return save_draft(draft, tokenizer, made)
     texts = texts_to_learn(splits, draft)
     log = reporting("prepare_draft", shape.max_steps, tracker, note)
-    pretrain(draft, texts, folder / DRAFT, tokenizer=tokenizer, shape=shape, config=config, log=log)
+    pretrain(draft, texts, made, tokenizer=tokenizer, shape=shape, config=config, log=log)
 
 
 def fresh_config(
-    pretrain: PretrainConfig,
-    target: PreTrainedConfig,
-    vocab_size: int,
-    special: Mapping[str, Any] | None = None,
+    pretrain: PretrainConfig, target: PreTrainedConfig, vocab_size: int, **special: Any
 ) -> PreTrainedConfig:
     """The shapes of `pretrain` over so many ids, of Llama type, or of T5 type beside such a target.
 
     special: ids of special tokens by name.
     """
     width, layers, heads = pretrain.hidden_size, pretrain.num_hidden_layers, pretrain.heads
-    special = dict(special or {})
     if target.is_encoder_decoder:
         return T5Config(
             vocab_size=vocab_size,
@@ -181,43 +165,74 @@ def new_model(
 
     start: the id that begins the texts of a decoder with an encoder.
     """
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    special = {name: getattr(tokenizer, name) for name in names}
+    special: dict[str, Any] = {
+        name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+    }
     if start is not None:
         special["decoder_start_token_id"] = start
-    config = fresh_config(pretrain, target, len(tokenizer), special)
+    config = fresh_config(pretrain, target, len(tokenizer), **special)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = auto_model(config).from_config(config, dtype=torch.float32)
     return model.to(device)
 
 
-def cut_draft(
+def made_of_target(
     config: Config,
     target: TargetConfig,
     splits: Splits,
     *,
+    tokenizer: PreTrainedTokenizerBase,
     note: Callable[[str], None],
     answers: Sequence[Record],
 ) -> Adapter:
-    """The drafter of layers of the target, in float32 where it is trained afterwards.
+    """The drafter of layers of the target, or a head with what it can take of the target's weights.
 
-    It keeps the most frequent ids where `draft.shrink.vocabulary` is fewer than all.
+    In float32 where it is trained afterwards, as a head is. It keeps the most frequent ids where it
+    is to propose fewer than all.
     """
-    options, tokenizer, kept_ids = config.draft.shrink, load_tokenizer(target), None
-    check_vocabulary(options.vocabulary, len(tokenizer))
-    dtype: Any = torch.float32 if options.steps else "auto"
+    kind, cut, options = config.draft.kind, config.draft.shrink, config.draft.head
+    is_head, learns = config.draft.is_head, cut.steps > 0
+    if not is_head:
+        check_vocabulary(cut.vocabulary, len(tokenizer))
+    dtype: Any = torch.float32 if learns else "auto"
     whole = load_model(target, dtype=dtype, device=CPU)
     size = real_vocab_size(tokenizer, whole.config, "target")
-    if 0 < options.vocabulary < size:
+    rows, kept_ids = whole.config.get_text_config().vocab_size, None
+    count = draft_ids(options, size) if is_head else cut.vocabulary or size
+    if count < size:
         ends = end_of_text_ids(whole.generation_config, tokenizer)
-        counted = {"splits": splits, "answers": answers, "note": note}
-        kept_ids = counted_ids(options.vocabulary, size, always=ends, **counted)
-    layers = chosen_layers(options.layers, layer_count(whole.config))
-    note(f"the drafter has layers {', '.join(map(str, layers))} of the target")
-    model: Any = shrink(whole, layers)
-    device = resolve_device(config.hardware) if options.steps else CPU
-    return adapter_of(model.to(device), vocab_size=size, kept_ids=kept_ids)
+        texts = {"splits": splits, "answers": answers, "of_text": not is_head}
+        kept_ids = counted_ids(count, size, always=ends, note=note, **texts)
+    if not is_head:
+        layers = chosen_layers(cut.layers, layer_count(whole.config))
+        note(f"the drafter has layers {', '.join(map(str, layers))} of the target")
+        model: Any = shrink(whole, layers)
+        model = model.to(resolve_device(config.hardware) if learns else CPU)
+        return adapter_of(model, vocab_size=size, kept_ids=kept_ids)
+    if kept_ids is not None and len(kept_ids) == rows:
+        kept_ids = None
+    traits: dict[str, int] = {STEPS: options.steps} if kind == EAGLE3 else {}
+    if kind == MEDUSA:
+        traits = {"medusa_heads": options.tokens}
+    elif options.parallel:
+        own = ([*record.prompt_ids, *record.output_ids] for record in answers)
+        read = chain((example.token_ids for example in splits.train), own)
+        traits = {"pard_token": free_id(tokenizer, rows, read), "pard_k": options.tokens}
+    count = rows if kept_ids is None else len(kept_ids)
+    shape = head_config(whole.config, kind, draft_ids=count, **traits)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        head = new_head(whole, shape, kept_ids)
+    random = ", ".join(left_random(head, whole, kept_ids))
+    made = adapted(head, target=adapter_of(whole, vocab_size=size), blocks=steps_of(shape))
+    layers = ", ".join(map(str, made.reads))
+    begins = "its output rows" if kind == MEDUSA else "its output rows, last layer and norms"
+    note(
+        f"the head reads the hidden states behind {layers} layers of the target, and begins with "
+        f"{begins}{f'; random: {random}' if random else ''}"
+    )
+    return made
 
 
 def counted_ids(
@@ -228,7 +243,7 @@ def counted_ids(
     splits: Splits,
     answers: Sequence[Record],
     note: Callable[[str], None],
-    of_text: bool = True,
+    of_text: bool,
 ) -> Tensor:
     """The `count` most frequent of `vocab_size` ids, and those of `always`: [K].
 
@@ -256,47 +271,6 @@ def draft_ids(head: HeadConfig, vocab_size: int) -> int:
     key = "draft.head.vocabulary"
     check_vocabulary(head.vocabulary, vocab_size, key=key, everything=str(vocab_size))
     return head.vocabulary
-
-
-def head_on(
-    config: Config,
-    target: TargetConfig,
-    splits: Splits,
-    *,
-    note: Callable[[str], None],
-    answers: Sequence[Record],
-) -> Adapter:
-    """A head of `draft.kind` in float32, with what it can take of the target's weights."""
-    kind, options, tokenizer = config.draft.kind, config.draft.head, load_tokenizer(target)
-    whole = load_model(target, dtype="auto", device=CPU)
-    size = real_vocab_size(tokenizer, whole.config, "target")
-    rows, kept_ids = whole.config.get_text_config().vocab_size, None
-    if (count := draft_ids(options, size)) < size:
-        ends = end_of_text_ids(whole.generation_config, tokenizer)
-        counted = {"splits": splits, "answers": answers, "note": note, "of_text": False}
-        kept_ids = counted_ids(count, size, always=ends, **counted)
-        kept_ids = kept_ids if len(kept_ids) < rows else None
-    traits: dict[str, int] = {STEPS: options.steps} if kind == EAGLE3 else {}
-    if kind == MEDUSA:
-        traits = {"medusa_heads": options.tokens}
-    elif options.parallel:
-        own = ([*record.prompt_ids, *record.output_ids] for record in answers)
-        texts = chain((example.token_ids for example in splits.train), own)
-        traits = {"pard_token": free_id(tokenizer, rows, texts), "pard_k": options.tokens}
-    count = rows if kept_ids is None else len(kept_ids)
-    shape = head_config(whole.config, kind, draft_ids=count, **traits)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        head = new_head(whole, shape, kept_ids)
-    random = ", ".join(left_random(head, whole, kept_ids))
-    made = adapted(head, target=adapter_of(whole, vocab_size=size), blocks=steps_of(shape))
-    layers = ", ".join(map(str, made.reads))
-    begins = "its output rows" if kind == MEDUSA else "its output rows, last layer and norms"
-    note(
-        f"the head reads the hidden states behind {layers} layers of the target, and begins with "
-        f"{begins}{f'; random: {random}' if random else ''}"
-    )
-    return made
 
 
 def compiles(optim: OptimConfig, steps: int) -> bool:
@@ -358,15 +332,19 @@ def texts_to_learn(splits: Splits, model: Adapter) -> Sequence[TokenSequence]:
 
     Raises ValueError where no row has an answer to learn.
     """
-    if not model.has_encoder:
-        rows = full_rows(splits.train, splits.room.total)
-        return Lazy(partial(predicted, kept=learned_ids(rows, model.kept_ids)), rows)
-    answered = [row for row, text in enumerate(splits.train) if text.has_completion]
-    if not answered:
-        raise ValueError(
-            "data: no row has a `completion`, which a new encoder-decoder model learns"
-        )
-    return Lazy(lambda row: sequence_of_example(splits.train[row]), answered)
+    if model.has_encoder:
+        train = splits.train
+        answered = [row for row, text in enumerate(train) if text.has_completion]
+        if not answered:
+            raise ValueError(
+                "data: no row has a `completion`, which a new encoder-decoder model learns"
+            )
+        return Lazy(lambda row: TokenSequence(train[row].token_ids, train[row].loss_mask), answered)
+    rows, kept_ids = full_rows(splits.train, splits.room.total), model.kept_ids
+    learned = np.full(rows.max() + 1, kept_ids is None)
+    if kept_ids is not None:
+        learned[kept_ids[kept_ids < len(learned)].numpy(force=True)] = True
+    return Lazy(lambda row: TokenSequence(row.tolist(), [False, *learned[row[1:]].tolist()]), rows)
 
 
 def full_rows(texts: Sequence[Example], length: int) -> np.ndarray:
@@ -380,16 +358,3 @@ def full_rows(texts: Sequence[Example], length: int) -> np.ndarray:
     tokens = np.concatenate(ids)
     width = min(length, len(tokens))
     return tokens[: len(tokens) // width * width].reshape(-1, width)
-
-
-def learned_ids(rows: np.ndarray, kept_ids: Tensor | None) -> np.ndarray:
-    """Whether each id of `rows` [N, T] is learned: all, or the kept ones [K]."""
-    learned = np.full(rows.max() + 1, kept_ids is None)
-    if kept_ids is not None:
-        learned[kept_ids[kept_ids < len(learned)].numpy(force=True)] = True
-    return learned
-
-
-def predicted(row: np.ndarray, kept: np.ndarray) -> TokenSequence:
-    """A row with the loss on all its tokens but the first, where they are among the `kept`."""
-    return TokenSequence(row.tolist(), [False, *kept[row[1:]].tolist()])

@@ -1,9 +1,8 @@
 """How far a long step is: its numbers into the metrics, a line now and then, with what is left."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby, pairwise
-from typing import Any
+from collections.abc import Callable, Mapping
+from itertools import groupby
 
 from transformers import PreTrainedTokenizerBase
 
@@ -17,7 +16,7 @@ SHOWN = 160  # characters of a piece at either end
 
 
 class Countdown:
-    """Tells how far a step of `total` units is: not more often than `every` seconds, and its end.
+    """Tells how far a step of `total` units is: not more often than `EVERY` seconds, and its end.
 
     The time left is that of the pace since the line before, so that what a resumed run finds made
     counts once at most.
@@ -28,10 +27,9 @@ class Countdown:
         total: float,
         note: Callable[[str], None],
         *,
-        every: float = EVERY,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._total, self._note, self._every, self._clock = total, note, every, clock
+        self._total, self._note, self._clock = total, note, clock
         self._last = (clock(), 0.0)
 
     def __call__(self, done: float, text: str) -> None:
@@ -39,7 +37,7 @@ class Countdown:
         now, (then, before) = self._clock(), self._last
         if done >= self._total > before:
             self._note(text)
-        elif now - then >= self._every and before < done < self._total:
+        elif now - then >= EVERY and before < done < self._total:
             left = (self._total - done) * (now - then) / (done - before)
             self._note(f"{text}, about {duration(left)} left")
         else:
@@ -69,13 +67,6 @@ def reporting(
         countdown(step, f"{section} step {step}/{total}  loss {metrics['loss']:.3f}{alpha}  {pace}")
 
     return log
-
-
-def training_seconds(lines: Sequence[dict[str, Any]]) -> float:
-    """What the steps took that `lines` of one training's metrics speak of, kills left out."""
-    counts = pairwise([0, *(line["total_tokens"] for line in lines)])
-    paces = (line["tokens_per_second"] for line in lines)
-    return sum((b - a) / pace for (a, b), pace in zip(counts, paces, strict=True))
 
 
 def row_text(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -21,14 +21,9 @@ def is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def is_alone() -> bool:
-    """Whether this process was launched by itself."""
-    return processes() == 1
-
-
 def join_group() -> None:
     """Join the process group of a distributed launch, where there is one to join."""
-    if is_alone():
+    if processes() == 1:
         return
     import torch
     from accelerate import PartialState
@@ -43,7 +38,7 @@ def leave_group() -> None:
 
     Left to the interpreter's exit, its threads now and then abort a process that has done its work.
     """
-    if is_alone():
+    if processes() == 1:
         return
     from torch import distributed
 
@@ -53,7 +48,7 @@ def leave_group() -> None:
 
 def agree(value: Any) -> Any:
     """The first rank's `value`, on every rank of a distributed launch."""
-    if is_alone():
+    if processes() == 1:
         return value
     import torch
 
@@ -66,7 +61,7 @@ def agree(value: Any) -> Any:
 @contextmanager
 def alone() -> Iterator[None]:
     """Let this process train by itself, while the others of a distributed launch wait for it."""
-    if is_alone():
+    if processes() == 1:
         yield
         return
     from accelerate.state import AcceleratorState

@@ -1,11 +1,11 @@
 """Who continues prompts: one model, or the target and its draft together.
 
-A `Sampler` turns prompts into records: what came out, from whom, how, and from which noise. Those
-here run our decoder, or ask somebody else's. They know no steps and no folders.
+A sampler turns prompts into records: what came out, from whom, how, and from which noise. One runs
+our decoder, the other asks somebody else's. They know no steps and no folders.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -28,8 +28,8 @@ ROLLOUTS, VALIDATION, TEST = "rollouts", "validation", "test"  # uses of the tar
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampler:
-    """Continues prompts; each kind answers requests in its own way.
+class Limits:
+    """How prompts are continued, by whomever.
 
     An answer ends after `max_new_tokens`, or where prompt and answer hold `max_length` tokens.
     name: who samples, in a record. gamma: proposals a round.
@@ -44,16 +44,12 @@ class Sampler:
     name: str
     gamma: int = 0
 
-    def sample(
-        self, prompts: Sequence[Sequence[int]], *, rows: Sequence[int], version: str
-    ) -> list[Record]:
-        """Return an answer to each prompt, cut after the first end of text.
-
-        `rows` number the noise streams: the same row and prompt give the same answer in any batch.
-        `version` says which weights are in force.
-        """
-        longest = min([self.max_length, *(model.max_positions for model in self.models)])
-        requests = [
+    def requests(
+        self, prompts: Sequence[Sequence[int]], rows: Sequence[int], *models: Adapter
+    ) -> list[Request]:
+        """One for each prompt, of a length that the contexts of `models` hold."""
+        longest = min([self.max_length, *(model.max_positions for model in models)])
+        return [
             Request(
                 prompt_ids=prompt,
                 max_new_tokens=min(self.max_new_tokens, longest - len(prompt)),
@@ -65,6 +61,11 @@ class Sampler:
             )
             for prompt, row in zip(prompts, rows, strict=True)
         ]
+
+    def records(
+        self, requests: Sequence[Request], answers: Iterable[Mapping[str, Any]], version: str
+    ) -> list[Record]:
+        """The requests with their answers: `output_ids`, and what else is known of each token."""
         return [
             Record(
                 prompt_ids=list(request.prompt_ids),
@@ -75,126 +76,78 @@ class Sampler:
                 sampler_version=version,
                 **answer,
             )
-            for request, answer in zip(requests, self.answers(requests), strict=True)
+            for request, answer in zip(requests, answers, strict=True)
         ]
-
-    @property
-    def models(self) -> Sequence[Adapter]:
-        """Whose contexts hold prompt and answer."""
-        return ()
-
-    def answers(self, requests: Sequence[Request]) -> Iterable[Mapping[str, Any]]:
-        """Of each answer what its record holds of it: `output_ids`, and what else is known."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderSampler(Sampler):
-    """Plain sampling of `model`; `name` is its part, `target` or `draft`.
+class DecoderSampler(Limits):
+    """Our decoder. `model` samples alone, or verifies what `draft` proposes, as a server does.
 
-    Compiled, one decoder serves all calls, and so does its code: whole batches in a cache of
+    name: `target`, `draft` or `speculative`. A text that is verified has the target's law; its
+    record tells what was proposed and refused on the way. is_block: an answer is what `draft`
+    proposes in the first round, and nothing else is kept of it. Compiled, one decoder serves all
+    calls of a model that samples alone, and so does its code: whole batches in a cache of
     `max_length`. Records carry the `top_k` most likely ids of every token, where that is not 0.
     `watch` hears how far a call is.
     """
 
     model: Adapter
+    draft: Adapter | None = None
+    verification: str = "speculative"
+    is_block: bool = False
     compiled: bool = False
     top_k: int = 0
     watch: Watch | None = None
     _kept: list[Decoder] = field(default_factory=list, init=False, repr=False, compare=False)
 
-    @property
-    def models(self) -> Sequence[Adapter]:
-        return [self.model]
+    def sample(
+        self, prompts: Sequence[Sequence[int]], *, rows: Sequence[int], version: str
+    ) -> list[Record]:
+        """Return an answer to each prompt, cut after the first end of text.
 
-    def answers(self, requests: Sequence[Request]) -> Iterator[dict[str, Any]]:
+        `rows` number the noise streams: the same row and prompt give the same answer in any batch.
+        `version` says which weights are in force.
+        """
+        model, draft, ends = self.model, self.draft, self.eos_token_ids
+        requests = self.requests(prompts, rows, model, *(() if draft is None else (draft,)))
         if self.compiled:
-            decoder = self._kept.pop() if self._kept else self._decoder()
+            decoder = self._kept.pop() if self._kept else None
+            decoder = decoder or Decoder(
+                model,
+                slots=self.batch_size,
+                capacity=min(self.max_length, model.max_positions) + SCRATCH,
+                eos_token_ids=ends,
+                compiled=True,
+                batch_sizes=(),
+                top_k=self.top_k,
+            )
             done = finish(decoder, requests, self.watch)
             self._kept.append(decoder)  # only now: after an error its rows are no one's
         else:
             done = decode(
-                self.model,
-                requests,
-                eos_token_ids=self.eos_token_ids,
+                model,
+                [replace(one, max_new_tokens=1) for one in requests] if self.is_block else requests,
+                eos_token_ids=ends,
                 batch_size=self.batch_size,
+                proposer=None if draft is None else drafting(draft),
+                verification=self.verification,
                 top_k=self.top_k,
                 watch=self.watch,
             )
-        return (answer.recorded(likeliest=self.top_k > 0) for answer in done)
-
-    def _decoder(self) -> Decoder:
-        return Decoder(
-            self.model,
-            slots=self.batch_size,
-            capacity=min(self.max_length, self.model.max_positions) + SCRATCH,
-            eos_token_ids=self.eos_token_ids,
-            compiled=True,
-            batch_sizes=(),
-            top_k=self.top_k,
-        )
+        if not self.is_block:
+            shown = {"likeliest": self.top_k > 0, "proposals": draft is not None}
+            return self.records(requests, (one.recorded(**shown) for one in done), version)
+        blocks = []
+        for request, one in zip(requests, done, strict=True):
+            tokens = one.steps[0].proposed[: request.max_new_tokens]
+            end = next((n for n, token in enumerate(tokens, 1) if token in ends), None)
+            blocks.append({"output_ids": tokens[:end]})
+        return self.records(requests, blocks, version)
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockSampler(Sampler):
-    """The `gamma` tokens that a parallel draft, or a head, proposes behind each prompt in a round.
-
-    Nothing else is kept of it. verifier: the draft itself, or the target that a head reads.
-    """
-
-    draft: Adapter
-    verifier: Adapter
-    name: str = "draft"
-
-    @property
-    def models(self) -> Sequence[Adapter]:
-        return [self.verifier, self.draft]
-
-    def answers(self, requests: Sequence[Request]) -> Iterator[dict[str, Any]]:
-        rounds = decode(
-            self.verifier,
-            [replace(request, max_new_tokens=1) for request in requests],
-            eos_token_ids=self.eos_token_ids,
-            batch_size=self.batch_size,
-            proposer=drafting(self.draft),
-        )
-        for request, done in zip(requests, rounds, strict=True):
-            tokens = done.steps[0].proposed[: request.max_new_tokens]
-            ends = (n for n, token in enumerate(tokens, 1) if token in self.eos_token_ids)
-            yield {"output_ids": tokens[: next(ends, None)]}
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpeculativeSampler(Sampler):
-    """What a server does: `draft` proposes, `target` verifies.
-
-    The text has the target's law; the records tell what was proposed and refused on the way, and
-    their version is that of the draft.
-    """
-
-    target: Adapter
-    draft: Adapter
-    verification: str
-    name: str = "speculative"
-
-    @property
-    def models(self) -> Sequence[Adapter]:
-        return [self.target, self.draft]
-
-    def answers(self, requests: Sequence[Request]) -> Iterator[dict[str, Any]]:
-        done = decode(
-            self.target,
-            requests,
-            eos_token_ids=self.eos_token_ids,
-            batch_size=self.batch_size,
-            proposer=drafting(self.draft),
-            verification=self.verification,
-        )
-        return (answer.recorded(proposals=True) for answer in done)
-
-
-@dataclass(frozen=True, kw_only=True)
-class OpenAISampler(Sampler):
+class OpenAISampler(Limits):
     """Asks vLLM or SGLang at `url` for answers of `model`, `batch_size` at a time.
 
     Prompts travel as token ids, and answers come back as ids (`return_token_ids`): a text that is
@@ -205,13 +158,17 @@ class OpenAISampler(Sampler):
     model: str
     name: str = "openai"
 
-    def answers(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
-        """As in `Sampler`; here the seed of a row is the engine's to interpret.
+    def sample(
+        self, prompts: Sequence[Sequence[int]], *, rows: Sequence[int], version: str
+    ) -> list[Record]:
+        """As that of `DecoderSampler`; here the seed of a row is the engine's to interpret.
 
         Raises ValueError, one line, where the engine does not answer or not to what was asked.
         """
+        requests = self.requests(prompts, rows)
         with Endpoint("generate.url", self.url, retries=RETRIES) as engine:
-            return engine.map(partial(self._answer, engine), requests, at_once=self.batch_size)
+            answers = engine.map(partial(self._answer, engine), requests, at_once=self.batch_size)
+        return self.records(requests, answers, version)
 
     async def _answer(self, engine: Endpoint, request: Request) -> dict[str, Any]:
         """The answer to `request`, to its first end or the limit."""
@@ -238,6 +195,9 @@ class OpenAISampler(Sampler):
             raise engine.failure(f"answers with no completion ({error!r})") from error
         length = next((n for n, token in enumerate(output, start=1) if token in ends), limit)
         return {"output_ids": output[: min(length, limit)]}
+
+
+Sampler = DecoderSampler | OpenAISampler
 
 
 def noise_seed(seed: int, use: str) -> int:

@@ -5,9 +5,9 @@ What carries them (`generate.top_k`) are the target's rollouts, or the data's ow
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from draftkit.config import Config
 from draftkit.data.rollouts import Record
@@ -116,23 +116,14 @@ def stored_scores(
         ids, log_probs, tails = most_likely(logits, k, [served, loss_temperature])
         parts.append((ids, log_probs, *tails))
     lengths = [len(record.output_ids) for record in records]
-    read: list[Tensor | None] = [None] * len(texts)
-    if features is not None:
-        read = [
-            one[: len(text.token_ids)].to("cpu", torch.bfloat16, copy=True)
-            for one, text in zip(features, texts, strict=True)
-        ]
+    names = ("topk_ids", "topk_log_probs", "tail_mass", "loss_tail_mass")
     columns = [torch.cat(column).cpu().split(lengths) for column in zip(*parts, strict=True)]
-    return [
-        replace(
-            record,
-            topk_ids=ids.tolist(),
-            topk_log_probs=log_probs.tolist(),
-            tail_mass=tail.tolist(),
-            loss_tail_mass=loss_tail.tolist(),
-            features=own,
-        )
-        for record, own, ids, log_probs, tail, loss_tail in zip(
-            records, read, *columns, strict=True
-        )
-    ]
+    scored = []
+    for row, (record, *values) in enumerate(zip(records, *columns, strict=True)):
+        known: dict[str, Any] = {"features": None}
+        known |= {name: one.tolist() for name, one in zip(names, values, strict=True)}
+        if features is not None:
+            own = features[row, : len(texts[row].token_ids)]
+            known["features"] = own.to("cpu", torch.bfloat16, copy=True)
+        scored.append(replace(record, **known))
+    return scored

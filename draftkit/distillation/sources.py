@@ -29,16 +29,9 @@ from draftkit.distillation.batch import (
     TokenSequence,
     block_of_record,
     collate,
-    sequence_of_example,
     sequence_of_record,
 )
-from draftkit.distillation.samplers import (
-    BlockSampler,
-    DecoderSampler,
-    Sampler,
-    SpeculativeSampler,
-    noise_seed,
-)
+from draftkit.distillation.samplers import DecoderSampler, Sampler, noise_seed
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import Target
 from draftkit.theory.noise import ACCEPT, uniform
@@ -109,22 +102,21 @@ class Source:
         if self.sampler is not None:
             first = step - step % self.refresh_steps
             if step == first:
-                self._sample(step, self.sampler)
+                end = max(step + 1, min(step + self.refresh_steps, self.max_steps))
+                drawn = {row: self.prompt_of(row) for row in self._rows(step, end)}
+                prompts = {row: prompt for row, prompt in drawn.items() if prompt is not None}
+                version = f"step {step}"
+                records = self.sampler.sample([*prompts.values()], rows=[*prompts], version=version)
+                self.sampled, self._sampled_at = {record.row: record for record in records}, step
             assert self._sampled_at == first
-        return collate([self._text(row) for row in self._rows(step, step + 1)], device=self.device)
-
-    def _sample(self, step: int, sampler: Sampler) -> None:
-        end = max(step + 1, min(step + self.refresh_steps, self.max_steps))
-        drawn = {row: self.prompt_of(row) for row in self._rows(step, end)}
-        prompts = {row: prompt for row, prompt in drawn.items() if prompt is not None}
-        records = sampler.sample([*prompts.values()], rows=[*prompts], version=f"step {step}")
-        self.sampled, self._sampled_at = {record.row: record for record in records}, step
-
-    def _text(self, row: int) -> TokenSequence:
-        if row in self.sampled:
-            return self.read(self.sampled[row])
-        assert self.text_of is not None
-        return self.text_of(row)
+        texts = []
+        for row in self._rows(step, step + 1):
+            if row in self.sampled:
+                texts.append(self.read(self.sampled[row]))
+            else:
+                assert self.text_of is not None
+                texts.append(self.text_of(row))
+        return collate(texts, device=self.device)
 
     def _rows(self, first: int, end: int) -> range:
         """What this process has of the steps from `first` to before `end`."""
@@ -169,7 +161,10 @@ def make_source(
     others = None
     if source.name == "mix":
         others = shuffled(stored_sequences(texts, source.other, "source.other"), seed)
-        shape["prompt_of"] = some_rows(shape["prompt_of"], fraction=source.fraction, seed=seed)
+        always = shape["prompt_of"]
+        shape["prompt_of"] = lambda row: (
+            always(row) if row_uniform(seed, row) < source.fraction else None
+        )
     return Source(
         others,
         sampler=source_sampler(config, target, draft, texts.room),
@@ -228,12 +223,15 @@ def source_sampler(config: Config, target: Target, draft: Adapter, room: Room) -
         "seed": noise_seed(config.seed, "draft"),
     }
     if source.name == "replay":
+        limits |= {"name": "speculative", "gamma": config.proposals}
         verification = config.decode.verification
-        both = {"target": target.adapter, "draft": draft, "verification": verification}
-        return SpeculativeSampler(gamma=config.proposals, **both, **limits)
+        return DecoderSampler(
+            model=target.adapter, draft=draft, verification=verification, **limits
+        )
     if source.name == "block" and (draft.reads or draft.parallel is not None):
+        limits |= {"name": "draft", "gamma": new, "is_block": True}
         verifier = target.adapter if draft.reads else draft
-        return BlockSampler(draft=draft, verifier=verifier, gamma=new, **limits)
+        return DecoderSampler(model=verifier, draft=draft, **limits)
     return DecoderSampler(model=draft, name="draft", compiled=config.optim.compiles, **limits)
 
 
@@ -241,11 +239,7 @@ def source_sampler(config: Config, target: Target, draft: Adapter, room: Room) -
 
 
 def shuffled(
-    items: Sequence[Item],
-    seed: int,
-    *,
-    lengths: Sequence[int] | None = None,
-    batch_size: int = 1,
+    items: Sequence[Item], seed: int, *, lengths: Sequence[int] | None = None, batch_size: int = 1
 ) -> Callable[[int], Item]:
     """A function from row to item: endless epochs over `items`, each in an order of its own.
 
@@ -258,8 +252,16 @@ def shuffled(
         order = torch.randperm(len(items), generator=generator)
         if lengths is None:
             return order
-        begun = epoch * len(items) % batch_size
-        return grouped(order, torch.tensor(lengths), batch_size, begun, generator)
+        # What fills up a batch that the epoch before began, and a last one that is not whole, stay.
+        head = order[: -(epoch * len(items) % batch_size) % batch_size]
+        whole = (len(order) - len(head)) // batch_size * batch_size
+        body, tail = order[len(head) :].split([whole, len(order) - len(head) - whole])
+        # `GROUPED` batches at a time are sorted, so that batches change from epoch to epoch.
+        size_of = torch.tensor(lengths)
+        parts = (lot[size_of[lot].argsort(stable=True)] for lot in body.split(GROUPED * batch_size))
+        batches = torch.cat([torch.empty(0, dtype=torch.long), *parts]).view(-1, batch_size)
+        batches = batches[torch.randperm(len(batches), generator=generator)]
+        return torch.cat([head, batches.flatten(), tail])
 
     def item_of(row: int) -> Item:
         epoch, position = divmod(row, len(items))
@@ -268,36 +270,11 @@ def shuffled(
     return item_of
 
 
-def grouped(
-    order: Tensor, lengths: Tensor, size: int, begun: int, generator: torch.Generator
-) -> Tensor:
-    """`order` with items of like length brought together, `size` at a time; the batches shuffled.
-
-    `GROUPED` batches at a time are sorted, so that the items of a batch change from epoch to
-    epoch. `begun` items of the first batch come from before: what fills it up, and a last batch
-    that is not whole, stay as they are.
-    """
-    head = order[: -begun % size]
-    whole = (len(order) - len(head)) // size * size
-    body, tail = order[len(head) :].split([whole, len(order) - len(head) - whole])
-    parts = (part[lengths[part].argsort(stable=True)] for part in body.split(GROUPED * size))
-    batches = torch.cat([torch.empty(0, dtype=torch.long), *parts]).view(-1, size)
-    batches = batches[torch.randperm(len(batches), generator=generator)]
-    return torch.cat([head, batches.flatten(), tail])
-
-
 def row_uniform(seed: int, row: int) -> float:
     """A number in [0, 1) of a row, independent of all the noise that samples its tokens."""
     # No text has length 0, so no round ever has this key.
     key = [torch.tensor([number]) for number in (seed, row, 0)]
     return float(uniform(seed=key[0], row=key[1], length=key[2], count=1, purpose=ACCEPT))
-
-
-def some_rows(
-    prompt_of: Callable[[int], Sequence[int]], *, fraction: float, seed: int
-) -> Callable[[int], Sequence[int] | None]:
-    """`prompt_of` for a share `fraction` of the rows, None for the others."""
-    return lambda row: prompt_of(row) if row_uniform(seed, row) < fraction else None
 
 
 def cut_texts(records: Sequence[Record], seed: int) -> Callable[[int], Sequence[int]]:
@@ -334,4 +311,7 @@ def stored_sequences(
         records = texts.rollouts if texts.scored is None else texts.scored
         assert records is not None
         return Lazy(sequence_of_record, records)
-    return Lazy(sequence_of_example, completed(texts.examples, key))
+    return Lazy(
+        lambda example: TokenSequence(example.token_ids, example.loss_mask),
+        completed(texts.examples, key),
+    )

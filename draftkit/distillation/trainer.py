@@ -8,8 +8,7 @@ step knows no source, no folder and no schedule of evaluation.
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,7 +21,7 @@ from draftkit.distillation.batch import Batch
 from draftkit.distillation.chunked import chunked_sum
 from draftkit.distillation.losses import Objective, Outcomes, Teacher, token_weights
 from draftkit.models.adapter import Adapter
-from draftkit.models.parallel import Chains, kept_share
+from draftkit.models.parallel import Chains, chains, depths, kept_share
 from draftkit.theory.noise import DROPOUT, uniform
 
 BETAS = (0.9, 0.98)  # of AdamW: decay of the first and the second moment
@@ -44,10 +43,6 @@ class StepMetrics:
     learning_rate: float
     tokens: int
     seconds: float
-
-    def known(self) -> dict[str, float]:
-        """Those that were measured, by name."""
-        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 def learning_rate_for(width: int, *, head: bool = False) -> float:
@@ -118,6 +113,9 @@ class Trainer:
         self._begun = 0  # step at which the schedule of the rate began
         width, head = draft.width, bool(draft.reads)
         self.peak_rate = optim.learning_rate or learning_rate_for(width, head=head)
+        decay = objective.divergence.position_decay
+        usual = UNROLLED_DECAY if self.parallel is None else CHAIN_DECAY
+        self._decay = usual if decay is None else decay  # of a proposal over the one before it
         self._autocast = autocast
         self._seed = seed
         self._plain_share = plain_share
@@ -160,67 +158,29 @@ class Trainer:
         count = min(self.optim.gradient_accumulation_steps, len(batch.input_ids))
         parts = batch.micro_batches(count)
         entries = [self._entries(part) for part in parts]
-        weights = [self._weights(*pair) for pair in zip(parts, entries, strict=True)]
+        weights = list(map(self._weights, parts, entries))
         tokens = int(self._over_ranks(sum(len(part.token_ids) for part in parts)))
         whole = self._over_ranks(sum(float(values.sum()) for values in weights))
         if whole == 0:
             raise ValueError(f"no token counts at step {self.steps}: use divergence.tokens=all")
-        with self._training():
-            tasks = zip(parts, entries, weights, strict=True)
-            loss, overlap = self._backward([*tasks], whole, measure)
-        norm = self._clip(loss)
-        self._step_optimizer.step()
-        self._step_optimizer.zero_grad()
-        self.draft.renew()
-        self.steps += 1
-        self.tokens += tokens
-        measured = measure and self.teacher is not None
-        return StepMetrics(
-            loss=loss,
-            alpha=self._over_ranks(overlap) / tokens if measured else None,
-            grad_norm=norm,
-            learning_rate=rate,
-            tokens=tokens,
-            seconds=time.perf_counter() - started,
-        )
-
-    @contextmanager
-    def _training(self) -> Iterator[None]:
-        """Dropout at work, with noise of its own; whoever samples or scores later sees none."""
+        loss, overlap = 0.0, 0.0
+        # Dropout is at work, with noise of its own; whoever samples or scores later sees none.
         device, process = self.draft.device, self.accelerator.process_index
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(dropout_seed(seed=self._seed, process=process, step=self.steps))
             self._module.train()
             try:
-                yield
+                for index, task in enumerate(zip(parts, entries, weights, strict=True), 1):
+                    # Ranks exchange gradients once a step, with the last micro-batch.
+                    last = index == len(parts)
+                    with nullcontext() if last else self.accelerator.no_sync(self._module):
+                        value, some = self._loss(*task, measure)
+                        # Wrappers average over ranks; the loss is a mean over all tokens.
+                        self.accelerator.backward(value / whole * self.accelerator.num_processes)
+                    loss, overlap = loss + float(value.detach()), overlap + some
             finally:
                 self._module.eval()
-
-    def _backward(
-        self, tasks: list[tuple[Batch, Chains, Tensor]], whole: float, measure: bool
-    ) -> tuple[float, float]:
-        """Gradients of all micro-batches and their weights, whose sum is `whole` over all ranks.
-
-        Returns the loss of all ranks, and this one's sum of min(p, q) if asked.
-        """
-        loss, overlap = 0.0, 0.0
-        for index, (part, entries, weights) in enumerate(tasks):
-            last = index + 1 == len(tasks)
-            # Ranks exchange gradients once a step, with the last micro-batch.
-            quiet = nullcontext() if last else self.accelerator.no_sync(self._module)
-            with quiet:
-                value, part_overlap = self._loss(part, entries, weights, measure)
-                # Data-parallel wrappers average over ranks; the loss is a mean over all tokens.
-                self.accelerator.backward(value / whole * self.accelerator.num_processes)
-            loss += float(value.detach())
-            overlap += part_overlap
-        return self._over_ranks(loss) / whole, overlap
-
-    def _clip(self, loss: float) -> float:
-        """Clip the gradient; return the norm that it had.
-
-        Raises ValueError, with the gradient forgotten, unless `loss` and norm are finite.
-        """
+        loss = self._over_ranks(loss) / whole
         limit = self.optim.max_grad_norm
         norm = self.accelerator.clip_grad_norm_(self._module.parameters(), limit)
         assert norm is not None
@@ -230,7 +190,20 @@ class Trainer:
                 raise ValueError(
                     f"the {name} became {value} at step {self.steps}: lower optim.learning_rate"
                 )
-        return float(norm)
+        self._step_optimizer.step()
+        self._step_optimizer.zero_grad()
+        self.draft.renew()
+        self.steps += 1
+        self.tokens += tokens
+        measured = measure and self.teacher is not None
+        return StepMetrics(
+            loss=loss,
+            alpha=self._over_ranks(overlap) / tokens if measured else None,
+            grad_norm=float(norm),
+            learning_rate=rate,
+            tokens=tokens,
+            seconds=time.perf_counter() - started,
+        )
 
     def _over_ranks(self, value: float) -> float:
         """The sum of `value` over all ranks."""
@@ -239,28 +212,30 @@ class Trainer:
         own = torch.tensor(value, dtype=torch.float64, device=self.draft.device)
         return float(self.accelerator.reduce(own, "sum"))
 
-    @property
-    def _decay(self) -> float:
-        """The weight of a proposal of a chain over the one before it."""
-        decay = self.objective.divergence.position_decay
-        if decay is not None:
-            return decay
-        return UNROLLED_DECAY if self.parallel is None else CHAIN_DECAY
-
     def _entries(self, part: Batch) -> Chains:
         """What the draft reads of a micro-batch, and which tokens it predicts.
 
-        A parallel draft begins with its first proposal alone (`draft.pard.plain_share`).
+        A parallel draft begins with its first proposal alone (`draft.pard.plain_share`). Then its
+        chains begin at every predicting token, and a share of them that falls by `_decay` goes on;
+        of drafted blocks the whole chain that drew them.
         """
-        reads = bool(self.draft.reads)
         is_plain = self.steps < round(self._plain_share * self.optim.max_steps)
         if self.parallel is None or (is_plain and part.block_offset is None):
-            steps = self.draft.blocks if self.parallel is None else 1
-            return part.unrolled(steps) if reads else part.entries
+            if not self.draft.reads:
+                return part.entries
+            return part.unrolled(self.draft.blocks if self.parallel is None else 1)
         process = self.accelerator.process_index
         seed = dropout_seed(seed=self._seed, process=process, step=self.steps)
-        generator = torch.Generator().manual_seed(seed)
-        return part.chains(self.parallel, self._decay, generator, heads=reads)
+        predicting, (token, blocks) = part.predicting, self.parallel
+        if part.block_offset is None:
+            generator = torch.Generator().manual_seed(seed)
+            depth = depths(predicting, blocks, self._decay, generator)
+        else:
+            begins = part.generated(part.block_offset) == 0
+            depth = torch.zeros_like(part.input_ids).masked_scatter(predicting, begins * blocks)
+        if self.draft.reads:
+            depth[:, 0] = 0  # a head has no features before the first token of a text
+        return chains(part.input_ids, predicting, depth, token=token)
 
     def _weights(self, part: Batch, entries: Chains) -> Tensor:
         """How much each entry [N] of a micro-batch counts."""

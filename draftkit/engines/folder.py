@@ -3,7 +3,7 @@
 Engines compare the widths of the logits, the tokenizers and the contexts of both models, and refuse
 a drafter or cap the target where they differ. So the folder has as many embedding rows as the
 target, the target's tokenizer byte for byte, the target's context where positions allow it, and no
-adapter. It knows no engine.
+adapter. It knows no engine. On the hub it is one commit: card, weights and tokenizer.
 
 Rows: those of embeddings and head. The real vocabulary is what the tokenizer has ids for; rows
 beyond it are padding.
@@ -18,10 +18,10 @@ from transformers import GenerationConfig, PreTrainedConfig
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
-from draftkit.artifacts import atomic_path
+from draftkit.artifacts import atomic_path, first_line
 from draftkit.config import DraftConfig, HardwareConfig, TargetConfig
 from draftkit.models.context import context_of, rope_types
-from draftkit.models.files import TOKENIZER_FILES, VOCABULARIES
+from draftkit.models.files import CARD, MODEL_FILES, TOKENIZER_FILES, VOCABULARIES
 from draftkit.models.head_files import LAYER_IDS
 from draftkit.models.loading import (
     declared_ends,
@@ -39,12 +39,7 @@ FREE_ROPE = ("default", "linear", "llama3")
 
 
 def write_plain_folder(
-    draft: DraftConfig,
-    target: TargetConfig,
-    folder: Path,
-    *,
-    gamma: int,
-    dtype: str | None = None,
+    draft: DraftConfig, target: TargetConfig, folder: Path, *, gamma: int, dtype: str | None = None
 ) -> list[str]:
     """Write `draft` to `folder` as engines want it beside `target`; what there is to know of it.
 
@@ -62,8 +57,9 @@ def write_plain_folder(
     rows = shapes.get_text_config().vocab_size
     real_vocab_size(tokenizer, shapes, "target")  # which refuses a target with too few rows
     fit_rows(model, rows=rows, real=real, kept_ids=kept_ids)
-    notes = [f"embeddings and head: {before:,} rows became the target's {rows:,}"]
-    notes = [] if before == rows else notes
+    notes = []
+    if before != rows:
+        notes.append(f"embeddings and head: {before:,} rows became the target's {rows:,}")
     notes += raise_context(model.config, context_of(shapes))
     if kept_ids is not None:
         notes.append(
@@ -71,7 +67,11 @@ def write_plain_folder(
             "draft.extra_tokens); engines know no such list: in a head of its own the rows of all "
             "other ids are the mean of these"
         )
-    model.generation_config = generation_config(target, tokenizer, gamma)
+    model.generation_config = GenerationConfig(  # what transformers reads of an assistant
+        eos_token_id=list(declared_ends(target, tokenizer)) or None,
+        pad_token_id=tokenizer.pad_token_id,
+        **assistant_options(gamma),
+    )
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(model.config, name, getattr(shapes, name, None))
     with atomic_path(folder) as temporary:
@@ -107,19 +107,42 @@ def write_head_folder(
     return notes
 
 
+def upload(folder: Path, repository: str) -> str:
+    """Upload the model in `folder`, and its card, to `repository`, made private where it is new.
+
+    Nothing else: what lies beside it names folders of this machine.
+
+    Returns the address of the commit. The token is that of `hf auth login` or HF_TOKEN. Raises
+    ValueError naming `export.push_to_hub` where the hub cannot be reached or refuses.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError, HTTPError
+
+    hub = HfApi()
+    try:
+        hub.create_repo(repository, private=True, exist_ok=True)
+        commit = hub.upload_folder(
+            repo_id=repository,
+            folder_path=folder,
+            allow_patterns=[*MODEL_FILES, CARD],
+            commit_message="A draft model for speculative decoding",
+        )
+    except (HFValidationError, OSError, HTTPError) as error:
+        reason = first_line(error)[:200].rstrip(".")
+        raise ValueError(
+            f"export.push_to_hub={repository}: {reason}: log in with `hf auth login`, or leave "
+            "it out: the folder is written without it"
+        ) from error
+    return commit.commit_url
+
+
 def tokenizer_files(target: TargetConfig) -> dict[str, Path]:
     """The files of the target's tokenizer, by name. Raises ValueError where there are none."""
-    files = {
-        name: cached_file(
-            target.location,
-            name,
-            revision=target.revision,
-            _raise_exceptions_for_missing_entries=False,
-        )
-        for name in TOKENIZER_FILES
-    }
+    options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
+    options["revision"] = target.revision
+    files = {name: cached_file(target.location, name, **options) for name in TOKENIZER_FILES}
     held = {name: Path(file) for name, file in files.items() if file is not None}
-    if not any(name in held for name in VOCABULARIES):
+    if not held.keys() & VOCABULARIES:
         raise ValueError(
             f"target.path {target.path}: holds no tokenizer file ({', '.join(VOCABULARIES)}): "
             "save the tokenizer into the folder with save_pretrained"
@@ -147,15 +170,6 @@ def raise_context(config: PreTrainedConfig, context: int) -> list[str]:
         f"context stays {own:,} of the target's {context:,} tokens ({why}): engines cap texts at "
         f"it or refuse the drafter"
     ]
-
-
-def generation_config(target: TargetConfig, tokenizer: Any, gamma: int) -> GenerationConfig:
-    """What transformers reads of an assistant: the ends of text, `gamma` proposals every round."""
-    return GenerationConfig(
-        eos_token_id=list(declared_ends(target, tokenizer)) or None,
-        pad_token_id=tokenizer.pad_token_id,
-        **assistant_options(gamma),
-    )
 
 
 def assistant_options(gamma: int) -> dict[str, Any]:

@@ -88,17 +88,13 @@ class Daemon:
             self._paused[route] = self.clock() + seconds
             logger.exception("route %s: no update, tried again in %.0f s", route, seconds)
             return False
-        self._finish(refit, update)
-        return True
-
-    def _finish(self, refit: Refit, update: Update) -> None:
-        """What follows an update, which stands whatever becomes of that."""
         self.updates += 1
         try:
             self.log(refit, update)
             refit.registry.collect(KEPT_VERSIONS)
         except Exception:
-            logger.exception("route %s: an error after an update, which stands", refit.route)
+            logger.exception("route %s: an error after an update, which stands", route)
+        return True
 
     def hold(self) -> None:
         """Wait while the server is busy. Raises `Stopped` when told to stop."""

@@ -8,26 +8,28 @@ forgotten too much: then training starts again from the version in force. A vers
 looked at again on what is served since, and taken back where the one before it is surely better.
 
 The state (weights, moments, counters) is saved after each update; a kill in between costs the
-steps of one. This module knows no server, no clock to wait by and no configuration file.
+steps of one. This module knows no server and no clock to wait by.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from draftkit.config import OnlineConfig
+from draftkit.config import Config, DraftConfig, OnlineConfig, OptimConfig
 from draftkit.config.service import LEAST_PROMPTS
 from draftkit.data.rollouts import Record, document_of
-from draftkit.distillation.batch import TokenSequence, all_learned, collate, sequence_of_record
-from draftkit.distillation.checkpoint import load_checkpoint, save_checkpoint
+from draftkit.decoding.catalogue import served_mode
+from draftkit.distillation.assembly import load_learner, make_trainer
+from draftkit.distillation.batch import TokenSequence, collate, sequence_of_record
+from draftkit.distillation.loop import load_checkpoint, save_checkpoint
 from draftkit.distillation.trainer import Trainer
 from draftkit.evaluation.alpha import PromptTotals
+from draftkit.models.loading import Outline, Target, load_draft, save_draft, with_path
 from draftkit.models.lora import merged_weights
 from draftkit.online.buffer import Buffer
 from draftkit.online.gate import Judge, Verdict, judge, judge_served
@@ -56,28 +58,24 @@ def row_of(record: Record, *, prompts: bool) -> TokenSequence:
     text = sequence_of_record(record)
     if text.rejected is None:
         text = replace(text, rejected=list(text.generated))
-    return all_learned(text) if prompts else text
+    if prompts:  # of which no scores are stored: ask the target
+        text = replace(text, generated=[False] + [True] * (len(text.token_ids) - 1))
+    return text
 
 
 def drawn(pools: Pools, size: int, settings: OnlineConfig, seed: int) -> list[TokenSequence]:
     """`size` rows, each kind in its share; recent ones take the room of a kind that is empty."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def indices(count: int) -> Iterator[int]:
-        """Numbers below `count` for ever, none twice before all have come."""
-        while True:
-            yield from torch.randperm(count, generator=generator).tolist()
-
     _, older, anchors = pools
     anchored = round(size * settings.anchor_fraction) if anchors else 0
     fresh = min(round(size * RECENT_FRACTION), size - anchored)
     aged = size - anchored - fresh if older else 0
-    counts = size - anchored - aged, aged, anchored
-    return [
-        row_of(records[index], prompts=settings.prompts)
-        for records, count in zip(pools, counts, strict=True)
-        for index in islice(indices(len(records)), count)
-    ]
+    generator, rows = torch.Generator().manual_seed(seed), list[TokenSequence]()
+    for records, count in zip(pools, (size - anchored - aged, aged, anchored), strict=True):
+        order: list[int] = []  # no record twice before all have come
+        while len(order) < count:
+            order += torch.randperm(len(records), generator=generator).tolist()
+        rows += [row_of(records[index], prompts=settings.prompts) for index in order[:count]]
+    return rows
 
 
 @dataclass(frozen=True)
@@ -168,8 +166,11 @@ class Refit:
         trainer, base = self._restore()
         number, news = self.state["update"], self.new_records()
         last_id = self.buffer.last_id(self.route)
-        losses, tokens = [], trainer.tokens
-        pools = self._pools(number)
+        losses, tokens, room = [], trainer.tokens, self.settings.recent
+        seed = self.seed * 1_000_003 + number
+        recent = self.buffer.newest(self.route, room, held_out=False)
+        older = self.buffer.older(self.route, room, held_out=False, seed=seed, recent=room)
+        pools = self._learnable(recent), self._learnable(older), self.anchors.train
         if not pools[0]:
             raise ValueError(
                 "no recent record has scores at the temperature of the loss: use "
@@ -185,8 +186,8 @@ class Refit:
         trainer.begin()
         for step in range(self.settings.steps):
             hold()
-            seed = ((self.seed * 1_000_003 + number) * 100_003 + step) % 2**63
-            rows = drawn(pools, trainer.optim.rows_of_a_process, self.settings, seed)
+            size, own = trainer.optim.rows_of_a_process, (seed * 100_003 + step) % 2**63
+            rows = drawn(pools, size, self.settings, own)
             losses.append(trainer.step(collate(rows, device=trainer.draft.device)).loss)
         hold()
         verdict = self._test(trainer, base)
@@ -232,12 +233,8 @@ class Refit:
         if forgotten and not update.version:
             self._restart(base)
 
-    def records_seen(self) -> int:
-        """Records of the training side that updates have seen, or will."""
-        return self.state["records"] + self.new_records()
-
     def _working(self) -> Trainer:
-        assert self._trainer
+        assert self._trainer is not None
         return self._trainer
 
     def _restore(self) -> tuple[Trainer, Version]:
@@ -264,15 +261,6 @@ class Refit:
         self._trainer.steps, self._trainer.tokens = before.steps, before.tokens
 
     # Rows
-
-    def _pools(self, number: int) -> Pools:
-        """What an update draws from."""
-        settings, seed = self.settings, self.seed * 1_000_003 + number
-        recent = self.buffer.newest(self.route, settings.recent, held_out=False)
-        older = self.buffer.older(
-            self.route, settings.recent, held_out=False, seed=seed, recent=settings.recent
-        )
-        return self._learnable(recent), self._learnable(older), self.anchors.train
 
     def _learnable(self, records: Sequence[Record]) -> Sequence[Record]:
         """Those that the teacher can use, with the tail that the loss reads.
@@ -378,3 +366,60 @@ class Refit:
             self.state["refused"] += 1
         save_checkpoint(self._path, self._working(), self.state)  # a restart looks no second time
         return reason
+
+
+def make_refit(
+    config: Config,
+    *,
+    route: str,
+    start: DraftConfig,
+    target: Outline,
+    buffer: Buffer,
+    registry: Registry,
+    anchors: Anchors,
+    folder: Path,
+) -> Refit:
+    """The refit of `route`, as its last update left it in `folder`.
+
+    start: how the drafter of a version is loaded. target: its outline alone where the buffer's
+    stored scores stand for it. The registry has a version.
+    """
+    current = registry.current()
+    assert current is not None
+    optim = optim_of_update(config)
+    # Of the hybrid's proposals, those that the drafter makes are sampled.
+    proposer = "sampled" if config.decode.proposer == "hybrid" else config.decode.proposer
+    mode = served_mode(replace(config.decode, proposer=proposer)) or "alpha"
+    knows = target.adapter if isinstance(target, Target) else None
+
+    def trainer_of(path: Path) -> Trainer:
+        draft = load_learner(with_path(start, path), target)
+        return make_trainer(config, draft, target, optim=optim)
+
+    return Refit(
+        route=route,
+        buffer=buffer,
+        registry=registry,
+        make_trainer=trainer_of,
+        save=lambda trainer, path: save_draft(trainer.draft, target.tokenizer, path),
+        judge=Judge(
+            load_draft(with_path(start, current.path), target),
+            knows,
+            batch_size=config.evaluate.batch_size,
+            acceptance=mode,
+        ),
+        anchors=anchors,
+        settings=config.online,
+        folder=folder,
+        seed=config.seed,
+        stored_at=config.training_temperature if knows is None else None,
+    )
+
+
+def optim_of_update(config: Config) -> OptimConfig:
+    """`optim` for updates: the rate falls to 0 in each of them, without a warm-up.
+
+    At a constant rate what is served would be as far from its optimum as the last step was long.
+    """
+    steps = config.online.steps
+    return replace(config.optim, lr_scheduler_type="linear", max_steps=steps, warmup_steps=0)

@@ -222,11 +222,7 @@ class Registry:
             return version
 
     def publish(
-        self,
-        write: Callable[[Path], None],
-        *,
-        metrics: dict[str, Any],
-        parent: str | None = None,
+        self, write: Callable[[Path], None], *, metrics: dict[str, Any], parent: str | None = None
     ) -> Version:
         """Make a version of what `write` puts into the (empty) folder it is given.
 
@@ -238,7 +234,11 @@ class Registry:
             before = self.current()
             if parent is not None:
                 now = None if before is None else before.name
-                _require(now, parent, f"nothing is published: it was made of {parent}, and")
+                if now != parent:
+                    raise NotInForce(
+                        f"nothing is published: it was made of {parent}, and {now or 'nothing'} "
+                        "is in force now"
+                    )
             version = self._write(write, before, metrics)
             self._point(version, "published")
             return version
@@ -255,8 +255,8 @@ class Registry:
             raise ValueError(f"{self.path} has no version yet: start the server first")
         with self._changing():
             pointer = self._pointer(lenient=True)
-            if current is not None:
-                _require(pointer["name"], current, f"{current} is not taken back:")
+            if current not in (None, now := pointer["name"]):
+                raise NotInForce(f"{current} is not taken back: {now or 'nothing'} is in force now")
             if to and to == pointer["name"]:
                 raise ValueError(f"{to} is the current version already")
             before = pointer["ancestors"] if pointer["name"] else self.names()[::-1]
@@ -289,12 +289,6 @@ class Registry:
             for name in gone:
                 remove(self._versions / name)
             return gone
-
-
-def _require(now: str | None, name: str, refusal: str) -> None:
-    """Raise NotInForce unless the version that is in force `now` is `name`."""
-    if now != name:
-        raise NotInForce(f"{refusal} {now or 'nothing'} is in force now")
 
 
 def _number(name: str) -> int:

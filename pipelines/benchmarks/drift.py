@@ -39,9 +39,8 @@ from draftkit.evaluation.alpha import PromptTotals, score_drafts
 from draftkit.evaluation.intervals import Estimate, estimate
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import Target, load_draft, load_target, save_draft, with_path
-from draftkit.online.assembly import make_refit
 from draftkit.online.buffer import Buffer
-from draftkit.online.refit import Anchors, Refit, Update, row_of
+from draftkit.online.refit import Anchors, Refit, Update, make_refit, row_of
 from draftkit.online.registry import Registry, Version
 from draftkit.theory.acceptance import Rate
 

@@ -5,7 +5,7 @@ from functools import cache
 from draftkit.config import Config, DecodeConfig, OptimConfig, SamplingConfig, SourceConfig
 from draftkit.data.lengths import Room
 from draftkit.data.prompts import Example
-from draftkit.distillation.samplers import target_sampler
+from draftkit.distillation.samplers import DecoderSampler, target_sampler
 from draftkit.distillation.sources import TrainingTexts, make_source
 from tests import tiny
 from tests.distillation.bigram import VOCAB, Bigram
@@ -20,6 +20,13 @@ SAMPLED = ("draft", "mix", "block", "replay")
 
 class Killed(Exception):
     """The process ended here."""
+
+
+def sampler_of(model, **changes):
+    """`model` as the target, under limits of a few tokens."""
+    given = {"name": "target", "sampling": SamplingConfig(), "eos_token_ids": (), "seed": 0}
+    given |= {"max_new_tokens": 9, "max_length": 99, "batch_size": 4}
+    return DecoderSampler(model=model, **given | changes)
 
 
 @cache

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from draftkit.config import SamplingConfig
-from draftkit.distillation.samplers import DecoderSampler
+from tests.distillation.making import sampler_of
 
 
 class Engine:
@@ -35,16 +35,10 @@ class Engine:
             return 200, self.body or self._complete(request)
 
     def _complete(self, request):
-        sampler = DecoderSampler(
-            model=self.model,
-            name="target",
-            sampling=SamplingConfig(temperature=0.0),
-            eos_token_ids=self.eos_token_ids,
-            max_new_tokens=request["max_tokens"],
-            max_length=1 << 20,
-            batch_size=1,
-            seed=0,
-        )
+        sampling, limit = SamplingConfig(temperature=0.0), request["max_tokens"]
+        limits = {"max_new_tokens": limit, "max_length": 1 << 20, "batch_size": 1}
+        limits |= {"sampling": sampling, "eos_token_ids": self.eos_token_ids}
+        sampler = sampler_of(self.model, **limits)
         (record,) = sampler.sample([request["prompt"]], rows=[0], version="")
         ids = record.output_ids
         ended = ids[-1] in self.eos_token_ids

@@ -69,9 +69,7 @@ def test_a_divergence_without_a_gradient_at_the_start_is_said(pair, tmp_path, mo
         divergence = DivergenceConfig(name=name, warmup_steps=warm)
         config = replace(config_of(max_steps=4), divergence=divergence)
         monkeypatch.setattr(
-            fit,
-            "estimates",
-            lambda scored, alpha=alpha: {"alpha": Estimate(alpha, 0, 1, 9, 9, 9)},
+            fit, "estimates", lambda scored, alpha=alpha: {"alpha": Estimate(alpha, 0, 1, 9, 9, 9)}
         )
         folder = tmp_path / f"{alpha}-{name}-{warm}"
         fitted(pair, folder, config, note=notes.append)

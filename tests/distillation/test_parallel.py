@@ -13,19 +13,15 @@ from draftkit.decoding.proposers import ParallelProposer
 from draftkit.distillation.assembly import make_trainer
 from draftkit.distillation.batch import block_of_record, collate, continued, sequence_of_record
 from draftkit.distillation.losses import Objective, StoredTeacher, TargetTeacher
-from draftkit.distillation.samplers import BlockSampler
+from draftkit.distillation.samplers import DecoderSampler
 from draftkit.distillation.scores import stored_scores
 from draftkit.distillation.trainer import Trainer
 from draftkit.models.adapter import CausalAdapter
-from draftkit.models.parallel import (
-    Parallel,
-    chains,
-    declare,
-    kept_share,
-)
+from draftkit.models.parallel import Parallel, chains, declare, kept_share
 from draftkit.theory.divergences import DIVERGENCES
 from tests import tiny
 from tests.distillation.fittings import CONFIG
+from tests.distillation.making import sampler_of
 from tests.records import record
 
 MASK, BLOCKS, CPU = 250, 3, torch.device("cpu")
@@ -182,18 +178,10 @@ def test_stored_scores_give_the_loss_of_the_target_itself_where_they_hold_all() 
 # Its own proposals
 
 
-def blocks_of(draft: CausalAdapter) -> BlockSampler:
-    return BlockSampler(
-        draft=draft,
-        verifier=draft,
-        gamma=BLOCKS,
-        sampling=SamplingConfig(temperature=0.8, top_k=20),
-        eos_token_ids=[],
-        max_new_tokens=BLOCKS,
-        max_length=64,
-        batch_size=2,
-        seed=5,
-    )
+def blocks_of(draft: CausalAdapter) -> DecoderSampler:
+    sampling, own = SamplingConfig(temperature=0.8, top_k=20), {"name": "draft", "is_block": True}
+    own |= {"gamma": BLOCKS, "max_new_tokens": BLOCKS, "max_length": 64, "batch_size": 2, "seed": 5}
+    return sampler_of(draft, draft=draft, sampling=sampling, **own)
 
 
 def test_blocks_are_what_the_proposer_proposes() -> None:

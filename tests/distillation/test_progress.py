@@ -18,8 +18,7 @@ def shown(texts: list[tuple[str, bool]], **options: Any) -> str:
     tokenizer = tiny.byte_tokenizer()
     ids = [(tokenizer(text)["input_ids"], learned) for text, learned in texts]
     row = TokenSequence(
-        [token for run, _ in ids for token in run],
-        [learned for run, learned in ids for _ in run],
+        [token for run, _ in ids for token in run], [learned for run, learned in ids for _ in run]
     )
     other = TokenSequence([0] * 9 + [1] * 400, [False] * 9 + [True] * 400)
     return row_text(collate([row, other], device=CPU, **options), tokenizer)

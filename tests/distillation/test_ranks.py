@@ -6,15 +6,12 @@ import pytest
 import torch
 import torch.distributed
 
-from draftkit.config import DivergenceConfig, OptimConfig
 from draftkit.distillation.batch import TokenSequence, collate
 from draftkit.distillation.loop import train
-from draftkit.distillation.losses import Objective, TargetTeacher
 from draftkit.distillation.ranks import agree, leave_group
 from draftkit.distillation.sources import Source, shuffled
-from draftkit.distillation.trainer import Trainer
 from tests import tiny
-from tests.distillation.bigram import CPU
+from tests.distillation.bigram import CPU, trainer
 from tests.launching import fork_ranks
 
 STEPS = 8
@@ -34,12 +31,9 @@ def trainer_of(architecture="llama", divergence="forward_kl", dtype=torch.float3
     """A trainer of one layer."""
     options = {"learning_rate": 1e-2, "warmup_steps": 0, "max_steps": 4, "eval_steps": 2, **optim}
     layers = {"n_layer": 1} if architecture == "gpt2" else {"num_hidden_layers": 1}
-    return Trainer(
-        tiny.adapter(architecture, seed=1, dtype=dtype, **layers),
-        TargetTeacher(tiny.adapter(seed=2, dtype=dtype, num_hidden_layers=1)),
-        Objective(DivergenceConfig(name=divergence)),
-        optim=OptimConfig(**options),
-    )
+    draft = tiny.adapter(architecture, seed=1, dtype=dtype, **layers)
+    target = tiny.adapter(seed=2, dtype=dtype, num_hidden_layers=1)
+    return trainer(draft, target, divergence, **options)
 
 
 def sum_of(trainer):

@@ -6,9 +6,8 @@ import pytest
 
 from draftkit.config import SamplingConfig
 from draftkit.decoding.decoder import Decoder
-from draftkit.decoding.state import Request
-from draftkit.distillation.samplers import DecoderSampler, SpeculativeSampler
 from tests.decoding.driving import strict_compiler
+from tests.distillation.making import sampler_of
 from tests.tabular import random_adapter, relative
 
 VOCAB, END = 6, 5
@@ -17,20 +16,14 @@ DRAFT = relative(TARGET, 2)
 PROMPTS = [[0, 1, 2], [3], [4, 0], [2, 2]] * 8
 
 
-def limits(**changes):
-    given = {"max_new_tokens": 11, "max_length": 99, "batch_size": 5, "seed": 3}
-    given |= {"sampling": SamplingConfig(), "eos_token_ids": [END]}
-    return given | changes
+def plain(**changes):
+    given = {"eos_token_ids": [END], "max_new_tokens": 11, "batch_size": 5, "seed": 3}
+    return sampler_of(TARGET, **given | changes)
 
 
 def speculative(gamma, verification="speculative", **changes):
-    return SpeculativeSampler(
-        target=TARGET,
-        draft=DRAFT,
-        gamma=gamma,
-        verification=verification,
-        **limits(**changes),
-    )
+    own = {"name": "speculative", "draft": DRAFT, "gamma": gamma, "verification": verification}
+    return plain(**own | changes)
 
 
 @pytest.mark.parametrize("verification", ["speculative", "block", "match"])
@@ -50,8 +43,7 @@ def test_what_was_proposed_in_the_place_of_another_token_was_refused(gamma, veri
 
 
 def test_a_row_gets_the_same_answer_alone_and_among_others():
-    plain = DecoderSampler(model=TARGET, name="target", **limits())
-    for sampler in (plain, speculative(2)):
+    for sampler in (plain(), speculative(2)):
         together = sampler.sample(PROMPTS, rows=range(20, 52), version="v")
         places = [7, 30, 2]
         alone = sampler.sample(
@@ -62,8 +54,7 @@ def test_a_row_gets_the_same_answer_alone_and_among_others():
 
 def test_records_say_who_sampled_and_how():
     sampling = SamplingConfig(temperature=0.5)
-    plain = DecoderSampler(model=TARGET, name="target", **limits(sampling=sampling))
-    (record,) = plain.sample([[1, 2]], rows=[8], version="v")
+    (record,) = plain(sampling=sampling).sample([[1, 2]], rows=[8], version="v")
     assert (record.sampler, record.sampler_version) == ("target", "v")
     assert (record.seed, record.row, record.sampling) == (3, 8, vars(sampling))
     assert record.proposals is None
@@ -74,16 +65,13 @@ def test_records_say_who_sampled_and_how():
 
 def test_answers_keep_to_every_limit():
     short = random_adapter(VOCAB, 2, max_positions=7)
-    short_of = limits(eos_token_ids=[], max_length=9)
-    prompts = [[0], [0, 1, 2, 3, 4]]
-    alone = DecoderSampler(model=TARGET, name="target", **short_of)
-    both = SpeculativeSampler(
-        target=TARGET, draft=short, gamma=2, verification="speculative", **short_of
-    )
-    answers = alone.sample(prompts, rows=[0, 1], version="")
-    assert [len(r.output_ids) for r in answers] == [8, 4]
-    answers = both.sample(prompts, rows=[0, 1], version="")
-    assert [len(r.output_ids) for r in answers] == [6, 2]
+    short_of = {"eos_token_ids": [], "max_length": 9}
+    for sampler, lengths in (
+        (plain(**short_of), [8, 4]),
+        (speculative(2, draft=short, **short_of), [6, 2]),
+    ):
+        answers = sampler.sample([[0], [0, 1, 2, 3, 4]], rows=[0, 1], version="")
+        assert [len(record.output_ids) for record in answers] == lengths
 
 
 def test_compiled_sampling_keeps_one_decoder_and_answers_as_eager_sampling_does(monkeypatch):
@@ -94,22 +82,27 @@ def test_compiled_sampling_keeps_one_decoder_and_answers_as_eager_sampling_does(
         make(self, *args, compiled=compiled, **options)
 
     monkeypatch.setattr(Decoder, "__init__", counted)
-    eager = DecoderSampler(model=TARGET, name="draft", **limits(batch_size=4))
-    compiled = replace(eager, compiled=True)
+    eager, failing = plain(name="draft", batch_size=4), []
+
+    def watch(done, tokens):
+        if failing:
+            raise ValueError("in the middle")
+
+    compiled = replace(eager, compiled=True, watch=watch)
     with strict_compiler() as strict:
         for first in range(0, 9, 3):
             prompts, rows = PROMPTS[first : first + 6], range(first, first + 6)
             found = compiled.sample(prompts, rows=rows, version="v")
             assert found == eager.sample(prompts, rows=rows, version="v")
         assert len(made) == strict.made == 1
-        too_long = Request(prompt_ids=[1] * 99, max_new_tokens=1, sampling=SamplingConfig())
-        with pytest.raises(ValueError, match="a row needs 102 cache slots"):
-            compiled.answers([too_long])
+        failing.append("the rows of a decoder that failed are no one's")
+        with pytest.raises(ValueError, match="in the middle"):
+            compiled.sample(PROMPTS[:1], rows=[0], version="v")
+        failing.clear()
         assert compiled.sample(PROMPTS[:1], rows=[0], version="v") != []
         assert len(made) == 2
 
 
 def test_nothing_is_asked_where_there_is_no_prompt():
-    plain = DecoderSampler(model=TARGET, name="draft", **limits())
-    assert plain.sample([], rows=[], version="") == []
-    assert speculative(2).sample([], rows=[], version="") == []
+    for sampler in (plain(), speculative(2)):
+        assert sampler.sample([], rows=[], version="") == []

@@ -8,7 +8,7 @@ from accelerate.state import AcceleratorState, GradientState
 
 from draftkit.config import DIVERGENCE_NAMES, DivergenceConfig, OptimConfig
 from draftkit.distillation.assembly import checkpoint_activations
-from draftkit.distillation.losses import Objective, TargetTeacher
+from draftkit.distillation.losses import Objective
 from draftkit.distillation.trainer import BETAS, Trainer, learning_rate_for, schedule
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.cache import SlotCache
@@ -55,9 +55,9 @@ def test_a_row_has_the_same_gradient_alone_and_beside_a_longer_row():
     def gradient_rows(*rows):
         learner = trainer(learning_rate=1e-9, max_grad_norm=1e9)
         batch = batch_of(*rows)
-        learner._loss(batch, batch.entries, learner._weights(batch, batch.entries), measure=False)[
-            0
-        ].backward()
+        weights = learner._weights(batch, batch.entries)
+        loss, _ = learner._loss(batch, batch.entries, weights, measure=False)
+        loss.backward()
         return learner.draft.table.grad
 
     alone = gradient_rows(ROWS[0]) + gradient_rows(ROWS[2])
@@ -194,12 +194,7 @@ def adapted(*, checkpointing):
     draft = tiny.adapter(seed=1)
     if checkpointing:
         checkpoint_activations(draft.model)
-    learner = Trainer(
-        draft,
-        TargetTeacher(tiny.adapter(seed=2)),
-        Objective(DivergenceConfig()),
-        optim=OptimConfig(learning_rate=1e-2, max_steps=5),
-    )
+    learner = trainer(draft, tiny.adapter(seed=2), learning_rate=1e-2)
     batch = batch_of(([3, 4, 5, 6, 7], 1), ([9, 8, 7], 1))
     return [learner.step(batch).loss for _ in range(3)]
 
@@ -223,12 +218,7 @@ def test_a_draft_of_some_ids_samples_with_the_head_that_it_has_learned():
     """Also where no prompt is read first: a text of one token needs no prefill."""
     kept = torch.arange(0, tiny.VOCAB_SIZE, 2)
     draft = CausalAdapter(tiny.model(seed=1), vocab_size=tiny.VOCAB_SIZE, kept_ids=kept)
-    learner = Trainer(
-        draft,
-        TargetTeacher(tiny.adapter(seed=2)),
-        Objective(DivergenceConfig(name="tvd")),
-        optim=OptimConfig(learning_rate=0.1, max_steps=5),
-    )
+    learner = trainer(draft, tiny.adapter(seed=2), "tvd", learning_rate=0.1)
     texts, start = torch.tensor([[5], [9]]), torch.zeros(2, 1, dtype=torch.long)
 
     @torch.inference_mode()

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from huggingface_hub import HfApi, constants
 
-from draftkit.engines import hub
-from draftkit.engines.hub import upload
+from draftkit.engines.folder import upload
 
 NAME, SHA = "somebody/a-draft", "0" * 40
 FILES = {"config.json": b"{}", "model.safetensors": bytes(range(99)), "README.md": b"---\n---\n"}
@@ -106,7 +105,7 @@ def test_model_and_card_arrive_in_a_private_repository_and_nothing_else(
 def test_a_refusal_is_one_line(server: Hub, folder: Path, name: str) -> None:
     server.refuses = True
     with pytest.raises(ValueError, match=rf"^export\.push_to_hub={name}: .*`hf auth") as error:
-        hub.upload(folder, name)
+        upload(folder, name)
     assert "\n" not in str(error.value)
     assert server.files == {}
 
@@ -117,5 +116,5 @@ def test_a_hub_that_does_not_answer_is_one_line(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.HfApi", lambda: HfApi("http://127.0.0.1:9", token="hf_x"))
     with pytest.raises(ValueError, match=rf"^export\.push_to_hub={NAME}: .*`hf auth") as error:
-        hub.upload(folder, NAME)
+        upload(folder, NAME)
     assert "\n" not in str(error.value)

@@ -7,11 +7,11 @@ import torch
 
 from draftkit.config import SamplingConfig
 from draftkit.data.rollouts import Record
-from draftkit.distillation.samplers import DecoderSampler
 from draftkit.distillation.scores import stored_scores
 from draftkit.evaluation.alpha import PromptTotals
 from draftkit.models.adapter import CausalAdapter
 from tests import tiny
+from tests.distillation.making import sampler_of
 
 SAMPLING = SamplingConfig()
 TOP_K = 8
@@ -25,16 +25,8 @@ def traffic(count: int, *, first: int = 0, length: int = 12) -> list[Record]:
     """Answers to prompts that differ, the same for the same numbers."""
     prompts = [tiny.prompts([4 + row % 3], seed=row)[0] for row in range(first, first + count)]
     model = target()
-    sampler = DecoderSampler(
-        model=model,
-        name="target",
-        sampling=SAMPLING,
-        eos_token_ids=(),
-        max_new_tokens=length,
-        max_length=64,
-        batch_size=64,
-        seed=5,
-    )
+    limits = {"max_new_tokens": length, "max_length": 64, "batch_size": 64, "seed": 5}
+    sampler = sampler_of(model, sampling=SAMPLING, **limits)
     records = sampler.sample(prompts, rows=range(first, first + count), version="target")
     return stored_scores(model, records, k=TOP_K, loss_temperature=1.0)
 

@@ -6,7 +6,8 @@ from collections import Counter
 
 import pytest
 
-from draftkit.online.refit import drawn, row_of
+from draftkit.config import Config, OnlineConfig, OptimConfig
+from draftkit.online.refit import drawn, optim_of_update, row_of
 from tests.online import making
 from tests.online.shop import SETTINGS, Shop, entries
 
@@ -89,3 +90,10 @@ def test_rows_repeat_only_where_there_are_too_few(records):
 
     assert times(5, 5) == [1] * 5
     assert times(3, 7) == [2, 2, 3]
+
+
+def test_the_rate_falls_to_zero_in_every_update_without_a_warm_up() -> None:
+    optim = OptimConfig(max_steps=900, warmup_steps=40, learning_rate=3e-4)
+    config = Config(optim=optim, online=OnlineConfig(steps=17))
+    expected = dataclasses.replace(optim, max_steps=17, warmup_steps=0, lr_scheduler_type="linear")
+    assert optim_of_update(config) == expected

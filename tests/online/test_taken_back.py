@@ -15,9 +15,7 @@ from tests.online.drafters import chain, name_of
 from tests.online.shop import Shop, entries, start
 
 
-def test_a_rollback_during_an_update_stands_and_the_next_one_starts_from_it(
-    tmp_path: Path,
-) -> None:
+def test_a_rollback_during_an_update_stands_and_the_next_one_starts_from_it(tmp_path: Path) -> None:
     shop, records, steps = Shop(tmp_path), making.traffic(110), []
     shop.buffer.append(entries(records[:80]))
     assert shop.refit.update().version == "v000002"

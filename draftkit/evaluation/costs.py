@@ -1,14 +1,16 @@
 """What a round costs by part: c, v and o of the speed-up formula, for evaluation and server.
 
-In every pass each kind of rounds answers whole batches as timed generations do, by the same code,
-and is compared with the plain steps of that pass: what disturbs a machine for a while disturbs all.
+In every pass each kind of rounds answers batches as timed generations do, by the same code, and is
+compared with the plain steps of that pass: what disturbs a machine for a while disturbs all.
 An evaluation calibrates on other prompts than it times, so that the theory predicts from these
-costs and never from the generations that it predicts. A server measures on the decoder that will
+costs and never from the generations that it predicts. There all kinds write texts of the same
+lengths, since a step may cost more behind a longer text. A server measures on the decoder that will
 serve, before the first job, which also makes the code and the buffers that the first jobs need.
 """
 
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from draftkit.decoding.decoder import Decoder
@@ -19,15 +21,16 @@ from draftkit.evaluation.walltime import (
     PromptIds,
     Setting,
     Timed,
-    answered,
     make_decoder,
     synchronised_clock,
+    timed_batch,
 )
 from draftkit.models.adapter import Adapter
 from draftkit.theory.speedup import Costs, speedup_from_length
 
 PASSES = 4
 ROUNDS = 32  # of a kind in a pass, at least: the first ones are slow
+TOKENS = 3 * ROUNDS  # of an answer, at most: what many drafters write in so many rounds
 SERVER_ROUNDS = 4  # few: they delay the start of a server
 SERVER_PROMPT_TOKENS = 8
 
@@ -43,13 +46,17 @@ def calibrate(
     """Costs of the proposer that `make` makes, on `prompts` that must not be the timed ones.
 
     c and v are measured at `setting.gamma` and at the other `gammas`, which `setting.capacity` must
-    hold too.
+    hold too; but not at its neighbours: each number is code of its own, which takes long to
+    compile, and a line through two numbers side by side says little of others.
     """
     gamma = max(setting.gamma, 1)
+    others = (one for one in gammas if abs(one - gamma) > 1)
+    if setting.batch_size == 1:  # rows of a batch end apart, so it shrinks as their answers go on
+        setting = replace(setting, max_new_tokens=min(setting.max_new_tokens, TOKENS))
     # A decoder each, as where they are timed: which code is fast depends on what else runs there.
     decoders = {
         kind: make_decoder(target, make() if kind else None, setting)
-        for kind in dict.fromkeys((0, gamma, *gammas))
+        for kind in (0, gamma, *others)
     }
 
     def measure(kind: int, number: int) -> RoundSeconds:
@@ -102,7 +109,7 @@ def round_seconds(
     """Means over the rounds in which an idle `decoder` answers `prompts`, from number `first` on.
 
     Batch after batch, until there are `least` rounds of them. rest: all that is neither proposing
-    nor verifying. options: of `answered`.
+    nor verifying. options: of `timed_batch`.
     """
 
     def spent() -> tuple[float, list[RoundSeconds]]:
@@ -110,7 +117,7 @@ def round_seconds(
         seconds, parts, row = 0.0, list[RoundSeconds](), first
         while len(parts) < least:
             batch = [prompts[(row + i) % len(prompts)] for i in range(setting.batch_size)]
-            chunk, more = answered(decoder, batch, setting, gamma=gamma, first=row, **options)
+            chunk, more = timed_batch(decoder, batch, setting, gamma=gamma, first=row, **options)
             seconds, parts, row = seconds + chunk.seconds, parts + more, row + setting.batch_size
         return seconds / len(parts), parts
 

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,11 +25,12 @@ from draftkit.models.adapter import Adapter
 from draftkit.theory.acceptance import Rate
 
 PLAIN = "plain"
-CALIBRATED_GAMMAS = (1, 4, 8, 12)  # at which `costs` are measured beside the one in use
-MOST_GAMMA = CALIBRATED_GAMMAS[-1]
+# Proposals at which `costs` are measured beside those in use. Each number is code of its own, which
+# takes longest to compile for many. Numbers between two, or beyond, lie on the line through them.
+CALIBRATED_GAMMAS = (1, 4, 8)
+MOST_GAMMA = 12  # proposals that are considered
 
 PromptIds = Sequence[Sequence[int]]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,14 +63,14 @@ class Chunk(NamedTuple):
 
 
 class Way(NamedTuple):
-    """One of the ways that are timed.
+    """One of the ways that are timed; a trainer's, whose answers are what its steps sample, too.
 
     gamma: proposals a round. sizes: rows of the batches that warm it up.
     """
 
     answer: Callable[[PromptIds, int], Chunk]  # prompts, and the number of the first of them
     gamma: int = 0
-    sizes: Sequence[int] = (1,)
+    sizes: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ def make_decoder(target: Adapter, proposer: Proposer | None, setting: Setting) -
     return decoder
 
 
-def answered(
+def timed_batch(
     decoder: Decoder,
     prompts: PromptIds,
     setting: Setting,
@@ -211,18 +212,14 @@ def decoding(target: Adapter, proposer: Proposer | None, setting: Setting) -> Wa
     gamma = 0 if proposer is None else setting.gamma
 
     def answer(prompts: PromptIds, first: int) -> Chunk:
-        return answered(decoder, prompts, setting, gamma=gamma, first=first)[0]
+        return timed_batch(decoder, prompts, setting, gamma=gamma, first=first)[0]
 
-    # Drafted rows do not end together.
-    return Way(answer, gamma, [setting.batch_size] if proposer is None else shapes(setting))
-
-
-def shapes(setting: Setting) -> list[int]:
-    """Numbers of rows that stand for all that a batch may shrink to: one for each compiled code."""
     rows = setting.batch_size
-    if not (setting.compiled or setting.captured):
-        return [rows]
-    return sorted({batch_size(left, rows) for left in range(1, rows + 1)})
+    sizes = {rows}
+    if proposer is not None and (setting.compiled or setting.captured):
+        # Drafted rows do not end together: one size for each code that a batch may shrink to.
+        sizes = {batch_size(left, rows) for left in range(1, rows + 1)}
+    return Way(answer, gamma, sorted(sizes))
 
 
 def time_ways(
@@ -244,18 +241,13 @@ def time_ways(
         for rows in way.sizes:
             way.answer((list(warmup) * rows)[:rows], 0)
     timed = {name: Timed(documents=documents, gamma=way.gamma) for name, way in ways.items()}
-    started = now()
-    for turn, first in enumerate(range(0, len(prompts), batch_size)):
+    started, names = now(), [*ways]
+    for first in range(0, len(prompts), batch_size):
         if now() - started > 60 * minutes:
             note(f"timed {first} prompts in {minutes:g} minutes (evaluate.timing_minutes)")
             break
         batch = prompts[first : first + batch_size]
-        for name in rotated(list(ways), turn):
+        for name in names:
             timed[name].chunks.append(ways[name].answer(batch, first))
+        names = names[1:] + names[:1]  # so that none always goes first
     return timed
-
-
-def rotated(items: list[T], turn: int) -> list[T]:
-    """`items` from another one on in every turn, so that none always goes first."""
-    shift = turn % len(items)
-    return items[shift:] + items[:shift]

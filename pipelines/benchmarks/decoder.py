@@ -5,15 +5,14 @@ held-out prompts, gamma and precision, in turns, in one process. The pair is the
 drafter the one that `evaluate.draft` names.
 
 A *point* is one method in one setting (sampling and batch size). Rates run from the request to the
-last token on the host, prefill included, for every method. Methods are compared chunk by chunk. The
-prediction is the theory's, tau / (gamma c + v + o), from costs calibrated on other prompts. It
-speaks of rounds: what it is held against leaves out the prefill. Greedy answers are compared with
-Hugging Face's, token by token.
+last token on the host, prefill included, for every method. Rates and their ratios are of totals,
+with 95 % intervals over documents, or chunks where rows are decoded together, as `evaluate` states
+them. The prediction is the theory's, tau / (gamma c + v + o), from costs calibrated on other
+prompts. It speaks of rounds: what it is held against leaves out the prefill. Greedy answers are
+compared with Hugging Face's, token by token.
 """
 
-import math
-import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -27,15 +26,15 @@ from draftkit.artifacts import read_json
 from draftkit.config import Config
 from draftkit.decoding.graphs import compile_seconds
 from draftkit.evaluation.costs import calibrate, predicted_speedup
-from draftkit.evaluation.intervals import speedup
+from draftkit.evaluation.intervals import LEAST_UNITS, estimate, speedup
 from draftkit.evaluation.judge import Prompts, proposer_of, timing
 from draftkit.evaluation.lossless import decoded_identity, greedy_answers
-from draftkit.evaluation.report import interval
 from draftkit.evaluation.summary import count_rounds
-from draftkit.evaluation.walltime import PLAIN, Setting, Timed, Way, decoding, time_ways
+from draftkit.evaluation.walltime import PLAIN, Setting, Timed, decoding, time_ways
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import Target, load_draft, load_target
 from draftkit.models.memory import peak_bytes
+from draftkit.templates import interval
 from draftkit.theory.speedup import Costs
 
 from ..command import main
@@ -56,8 +55,8 @@ CASES = {
 }
 COMPILED = {"cpu": (1,), "cuda": (1, 8)}  # batch sizes; the others run eagerly
 TEMPERATURES = (0, 1)
-PROMPTS = 24  # of a setting; more where a batch size would make too few chunks of them
-MIN_CHUNKS = 6  # of a setting: fewer admit no 95 % interval of a median
+CHUNKS = 24  # of a setting, as far as there are prompts: an interval needs 20 documents
+MIN_CHUNKS = 6
 MAX_NEW_TOKENS = 96
 STAGE = Stage(
     name="benchmark",
@@ -67,7 +66,7 @@ STAGE = Stage(
         *("evaluate.draft", "evaluate.prompts", "evaluate.validation_prompts"),
     ),
     inputs=(*JUDGED, CONTEXTS),
-    version=4,
+    version=5,
     product=None,
 )
 Point = dict[str, Any]
@@ -83,17 +82,19 @@ def benchmark(config: Config, folder: StageFolder) -> dict[str, Any]:
     draft = load_draft(drafter_of(config, folder), target)
     prompts = prompts_in(folder, folder.inputs["contexts"])
     points = points_of(config, target, draft, prompts, folder)
+    plain, drafted, *_ = points
+    ratios = {name: ratio["mean"] for name, ratio in drafted["ratios"].items()}
     return {
-        **headline(points),
+        **{f"ratio_to_{name}": ratios[name] for name in (PLAIN, HF_ASSISTED, HF_PLAIN)},
+        "plain_ratio_to_hf_plain": plain["ratios"][HF_PLAIN]["mean"],
+        "acceptance_length": drafted["acceptance_length"],
+        "prediction_error": drafted["prediction_error"],
         "gamma": config.proposals,
         "dtype": str(adapter.dtype).removeprefix("torch."),
         "compile_seconds": compiling + compile_seconds(),
         "peak_memory_bytes": peak_bytes(adapter.device),
         "points": points,
     }
-
-
-# What is measured
 
 
 def points_of(
@@ -103,7 +104,7 @@ def points_of(
 
     Raises ValueError naming `evaluate.prompts` where there are too few for a batch size.
     """
-    device = target.adapter.device.type
+    device, held_out = target.adapter.device.type, len(prompts.test)
     texts = [*prompts.test, *prompts.calibration]
     config = replace(config, evaluate=replace(config.evaluate, max_new_tokens=MAX_NEW_TOKENS))
     points: list[Point] = []
@@ -111,12 +112,12 @@ def points_of(
         sampling = replace(config.sampling, temperature=temperature)
         every = timing(texts, sampling, target.eos_token_ids, config)
         for rows, methods in CASES[device].items():
-            count, known = max(PROMPTS // rows, MIN_CHUNKS) * rows, rows in COMPILED[device]
-            if len(prompts.test) < count:
+            if held_out < MIN_CHUNKS * rows:
                 raise ValueError(
-                    f"evaluate.prompts: {rows} rows need {count} held-out prompts, there are "
-                    f"{len(prompts.test)}: raise it"
+                    f"evaluate.prompts: {rows} rows need {MIN_CHUNKS * rows} held-out prompts, "
+                    f"there are {held_out}: raise it"
                 )
+            count, known = min(CHUNKS, held_out // rows) * rows, rows in COMPILED[device]
             folder.note(f"temperature {temperature:g}, batch {rows}: {count} prompts")
             code = {"compiled": every.compiled and known, "captured": every.captured and known}
             setting = replace(every, batch_size=rows, **code)
@@ -144,22 +145,22 @@ def measure(
     if (tree := make().tree) is not None:
         setting = replace(setting, gamma=tree.depth)
     costs = calibrate(target, make, prompts.calibration, setting)
-    makers: dict[str, Callable[[], Way]] = {
-        PLAIN: lambda: decoding(target, None, setting),
-        SPECULATIVE: lambda: decoding(target, make(), setting),
-        HF_PLAIN: lambda: hugging_face(target, setting),
-        HF_ASSISTED: lambda: hugging_face(target, setting, assistant=draft),
-        HF_LOOKUP: lambda: hugging_face(target, setting, lookup=True),
+    ways = {
+        PLAIN: decoding(target, None, setting),
+        SPECULATIVE: decoding(target, make(), setting),
+        HF_PLAIN: hugging_face(target, setting),
+        HF_ASSISTED: hugging_face(target, setting, assistant=draft),
+        HF_LOOKUP: hugging_face(target, setting, lookup=True),
     }
     timed = time_ways(
-        {name: makers[name]() for name in names},
+        {name: ways[name] for name in names},
         prompts.test,
         prompts.calibration,
         batch_size=setting.batch_size,
         documents=prompts.documents,
     )
     points = {name: base_point(name, timed, setting) for name in names}
-    points[SPECULATIVE] |= prediction(timed, costs)
+    points[SPECULATIVE] |= prediction(timed[SPECULATIVE], timed[PLAIN], costs)
     if setting.sampling.temperature == 0:
         again = partial(
             greedy_answers,
@@ -183,7 +184,6 @@ def measure(
 def base_point(name: str, timed: Mapping[str, Timed], setting: Setting) -> Point:
     """What every method has: its setting, counts, rate and ratios to the baselines."""
     mine, ours = timed[name], not name.startswith("hf_")
-    low, median, high = statistics.quantiles(by_chunk(mine), n=4, method="inclusive")
     return {
         "method": name,
         "temperature": setting.sampling.temperature,
@@ -192,46 +192,20 @@ def base_point(name: str, timed: Mapping[str, Timed], setting: Setting) -> Point
         "captured": ours and setting.captured,
         "prompts": len(mine.completions),
         "chunks": len(mine.chunks),
-        "tokens_per_second": {"median": median, "quartiles": [low, high]},
+        "tokens_per_second": estimate(mine.answers).as_dict(),
         "ratios": {
-            other: paired_ratio(mine, timed[other])
+            other: speedup(mine.answers, timed[other].answers).as_dict()
             for other in (PLAIN, HF_PLAIN, HF_ASSISTED)
             if other in timed and other != name
         },
     }
 
 
-def by_chunk(timed: Timed) -> list[float]:
-    """Tokens per second from request to last token."""
-    return (timed.answers.totals / timed.answers.counts).tolist()
-
-
-def paired_ratio(mine: Timed, other: Timed) -> dict[str, Any]:
-    """Median over chunks of the ratio of both rates on the same chunk, with its 95 % interval."""
-    ratios = [a / b for a, b in zip(by_chunk(mine), by_chunk(other), strict=True)]
-    return {"median": statistics.median(ratios), "ci95": median_interval(ratios)}
-
-
-def median_interval(values: Sequence[float]) -> list[float]:
-    """The exact 95 % interval of a median: from the k-th smallest to the k-th largest value.
-
-    k is the largest with P(Binomial(n, 1/2) < k) <= 2.5 %, whatever the law of the values. Fewer
-    than 6 of them admit no such interval: then it is their range, which covers less.
-    """
-    ordered, n = sorted(values), len(values)
-    cut, below = 0, 1 + n  # values left out on each side; sets of fewer than cut + 2 of n values
-    while below <= 0.025 * 2**n:
-        cut += 1
-        below += math.comb(n, cut + 1)
-    return [ordered[cut], ordered[n - 1 - cut]]
-
-
-def prediction(timed: Mapping[str, Timed], costs: Costs) -> Point:
+def prediction(drafted: Timed, plain: Timed, costs: Costs) -> Point:
     """Acceptance length, calibrated costs, and the speed-up that they predict beside the measured.
 
     The latter two for the rounds, without the prefill.
     """
-    drafted, plain = timed[SPECULATIVE], timed[PLAIN]
     gained = speedup(drafted.rounds, plain.rounds)
     predicted = predicted_speedup(drafted, plain, costs)
     return {
@@ -243,80 +217,53 @@ def prediction(timed: Mapping[str, Timed], costs: Costs) -> Point:
     }
 
 
-def headline(points: Sequence[Point]) -> dict[str, Any]:
-    """The numbers of greedy decoding of a single row, which stands first."""
-    plain, drafted, *_ = points
-    ratios = {name: ratio["median"] for name, ratio in drafted["ratios"].items()}
-    return {
-        **{f"ratio_to_{name}": ratios[name] for name in (PLAIN, HF_ASSISTED, HF_PLAIN)},
-        "plain_ratio_to_hf_plain": plain["ratios"][HF_PLAIN]["median"],
-        "acceptance_length": drafted["acceptance_length"],
-        "prediction_error": drafted["prediction_error"],
-    }
-
-
 # What is shown
 
 
 def show(config: Config, folder: Path) -> None:
-    """Print a table for each setting of a complete benchmark."""
+    """Print a table for each setting of a complete benchmark, with what else is known below."""
     summary, console = read_json(folder / SUMMARY), Console(width=80, highlight=False)
-    show_points(summary["points"], console)
-    console.print(
-        "HF: generate of Hugging Face. Medians over chunks, prefill included; with quartiles, or "
-        f"95 % intervals of paired ratios. {summary['dtype']}; peak memory "
-        f"{summary['peak_memory_bytes'] / 1e9:.2f} GB; {summary['compile_seconds']:.0f} s of "
-        "compiling in no measured time."
-    )
-
-
-def show_points(points: Sequence[Point], console: Console) -> None:
-    """One table for each setting, every method a row, with what else is known below."""
-    for (temperature, rows), group in groupby(points, itemgetter("temperature", "batch_size")):
-        some = [*group]
+    setting = itemgetter("temperature", "batch_size")
+    for (temperature, rows), group in groupby(summary["points"], setting):
+        points = [*group]
         sampling = "greedy" if temperature == 0 else f"temperature {temperature:g}"
-        kind = next((kind for kind in ("compiled", "captured") if some[0][kind]), "eager")
-        counts = f"{some[0]['prompts']} prompts in {some[0]['chunks']} chunks"
+        kind = next((kind for kind in ("compiled", "captured") if points[0][kind]), "eager")
+        counts = f"{points[0]['prompts']} prompts in {points[0]['chunks']} chunks"
         console.print(f"{sampling}, batch {rows}, {kind}: {counts}")
         console.print(f"  {'':<18}{'tokens/s':<19}{'x plain':<20}x HF plain")
-        for point in some:
-            rate, ratios = point["tokens_per_second"], point["ratios"]
-            low, high = rate["quartiles"]
+        below = list[str]()
+        for point in points:
+            name = point["method"].replace("hf_", "HF ").replace("lookup", "prompt lookup")
+            rate, ratios = interval(point["tokens_per_second"], 0), point["ratios"]
             plain, other = (
-                interval({"mean": one["median"], **one}, 2) if (one := ratios.get(name)) else ""
-                for name in (PLAIN, HF_PLAIN)
+                interval(ratios[base], 2) if base in ratios else "" for base in (PLAIN, HF_PLAIN)
             )
-            rates = f"{rate['median']:.0f} [{low:.0f}, {high:.0f}]"
-            row = f"  {named(point['method']):<18}{rates:<19}{plain:<20}{other}"
-            console.print(row.rstrip())
-        for line in (line for point in some for line in remarks(point)):
+            console.print(f"  {name:<18}{rate:<19}{plain:<20}{other}".rstrip())
+            if "acceptance_length" in point:
+                rounds = point["speedup"]
+                below += [
+                    f"gamma {point['gamma']}, tau {interval(point['acceptance_length'], 2)}, "
+                    f"c {point['cost_ratio']:.3f}, v {point['verify_ratio']:.2f}, "
+                    f"o {point['overhead_ratio']:.3f}",
+                    f"rounds alone: predicted {rounds['predicted']:.2f}, "
+                    f"measured {rounds['measured']:.2f} ({point['prediction_error']:+.1%})",
+                ]
+            if "beside_hf" in point:
+                same = point["beside_hf"]
+                below.append(
+                    f"{name} = HF plain: {same['compared'] - same['statistic']} of "
+                    f"{same['compared']} answers, {same['near_ties']} near-ties, "
+                    f"{same['statistic'] - same['near_ties']} different"
+                )
+        for line in below:
             console.print(f"    {line}")
-
-
-def named(method: str) -> str:
-    return method.replace("hf_", "HF ").replace("lookup", "prompt lookup")
-
-
-def remarks(point: Point) -> Iterator[str]:
-    """What else is known of a point, a line each."""
-    if "acceptance_length" in point:
-        speedup = point["speedup"]
-        yield (
-            f"gamma {point['gamma']}, tau {interval(point['acceptance_length'], 2)}, "
-            f"c {point['cost_ratio']:.3f}, v {point['verify_ratio']:.2f}, "
-            f"o {point['overhead_ratio']:.3f}"
-        )
-        yield (
-            f"rounds alone: predicted {speedup['predicted']:.2f}, "
-            f"measured {speedup['measured']:.2f} ({point['prediction_error']:+.1%})"
-        )
-    if "beside_hf" in point:
-        same = point["beside_hf"]
-        yield (
-            f"{named(point['method'])} = HF plain: {same['compared'] - same['statistic']} of "
-            f"{same['compared']} answers, {same['near_ties']} near-ties, "
-            f"{same['statistic'] - same['near_ties']} different"
-        )
+    console.print(
+        "HF: generate of Hugging Face. Tokens over seconds, prefill included, with 95 % intervals "
+        f"where there are {LEAST_UNITS} documents, or chunks of several rows. {summary['dtype']}; "
+        f"peak memory {summary['peak_memory_bytes'] / 1e9:.2f} GB; "
+        f"{summary['compile_seconds']:.0f} s of "
+        "compiling in no measured time."
+    )
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import GenerationConfig
 from transformers.utils import logging as transformers_logging
 
@@ -46,21 +45,30 @@ def hugging_face(
         options.prompt_lookup_num_tokens = setting.gamma
     clock = synchronised_clock(target.device)
 
-    def answered(prompts: PromptIds, first: int) -> Chunk:
+    def answer(prompts: PromptIds, first: int) -> Chunk:
         torch.manual_seed(setting.seed + first)
         started = clock()
         read = [parts_of(prompt, target.start_id)[0] or prompt for prompt in prompts]
-        tokens, mask = padded_left(read, target.device)
+        longest = max(map(len, read))
+        tokens = [[PAD] * (longest - len(ids)) + list(ids) for ids in read]
+        mask = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in read]
         with stock_attention(models):
             output = model.generate(
-                input_ids=tokens, attention_mask=mask, generation_config=options, **more
+                input_ids=torch.tensor(tokens, device=target.device),
+                attention_mask=torch.tensor(mask, device=target.device),
+                generation_config=options,
+                **more,
             )
-        answers = output[:, 1 if target.has_encoder else tokens.shape[1] :].tolist()
-        seconds = now() - started
-        pairs = zip(prompts, answers, strict=True)
-        return Chunk(0.0, seconds, [answer(p, a, setting.eos_token_ids) for p, a in pairs])
+        answers = output[:, 1 if target.has_encoder else longest :].tolist()
+        chunk = Chunk(0.0, now() - started, [])
+        for prompt, tokens in zip(prompts, answers, strict=True):
+            # Cut behind the first end of text, as our decoder cuts it.
+            ends = (n for n, token in enumerate(tokens, 1) if token in setting.eos_token_ids)
+            end = next(ends, None)
+            chunk.completions.append(Completion(list(prompt), tokens[:end], ended=end is not None))
+        return chunk
 
-    return Way(answered, sizes=[setting.batch_size])
+    return Way(answer, sizes=[setting.batch_size])
 
 
 @contextmanager
@@ -88,18 +96,3 @@ def generation_config(setting: Setting) -> GenerationConfig:
         do_sample=sampling.temperature > 0,
         **(drawn if sampling.temperature > 0 else {}),
     )
-
-
-def padded_left(prompts: PromptIds, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Token ids [B, T] with padding on the left, and the mask [B, T] that says where text is."""
-    longest = max(map(len, prompts))
-    tokens = [[PAD] * (longest - len(p)) + list(p) for p in prompts]
-    mask = [[0] * (longest - len(p)) + [1] * len(p) for p in prompts]
-    return torch.tensor(tokens, device=device), torch.tensor(mask, device=device)
-
-
-def answer(prompt: Sequence[int], tokens: list[int], eos_token_ids: Sequence[int]) -> Completion:
-    """`tokens` up to the first end of text, as our decoder cuts them."""
-    ends = [i for i, token in enumerate(tokens) if token in eos_token_ids]
-    kept = tokens[: ends[0] + 1] if ends else tokens
-    return Completion(list(prompt), kept, ended=bool(ends))

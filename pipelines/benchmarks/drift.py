@@ -13,7 +13,7 @@ tenth of a domain's stream, and what is left of the first domain, is alpha on he
 
 import operator
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -27,9 +27,8 @@ from rich.table import Table
 from draftkit.artifacts import atomic_path, read_json, remove, write_json
 from draftkit.config import DEFAULT_ROUTE, Config
 from draftkit.data.lengths import Room
-from draftkit.data.prompts import Example
 from draftkit.data.rollouts import Record
-from draftkit.data.splits import Splits, read_splits
+from draftkit.data.splits import read_splits
 from draftkit.distillation.assembly import load_learner, make_trainer
 from draftkit.distillation.loop import train
 from draftkit.distillation.progress import reporting
@@ -65,11 +64,10 @@ CURVES = {  # colour and label
 }
 
 
-def of_known_domain(config: Config) -> list[Config]:
-    """The same, where the first domain is all text that there is."""
-    return [replace(config, data=replace(config.data, domains=config.data.domains[:1]))]
-
-
+# The drafter is made where the first domain is all text that there is.
+PREPARED = PREPARE.under(
+    lambda config: [replace(config, data=replace(config.data, domains=config.data.domains[:1]))]
+)
 STAGE = Stage(
     name="drift",
     code="benchmarks.drift",
@@ -77,7 +75,7 @@ STAGE = Stage(
         *("seed", "data", "sampling", "divergence", "optim", "decode", "online", "draft.lora"),
         *("evaluate.prompts", "evaluate.validation_prompts", "evaluate.batch_size", *ROLLOUTS),
     ),
-    inputs=(TEXTS, TARGET_MODEL, PREPARE.under(of_known_domain)),
+    inputs=(TEXTS, TARGET_MODEL, PREPARED),
     version=3,
     product=None,
 )
@@ -96,8 +94,7 @@ def check(config: Config) -> None:
 def drift(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Run the experiment in `folder`; figure and curve lie there, the table is in the summary."""
     target = load_target(folder.model(config, "target"), config.hardware)
-    splits = read_splits(folder.inputs["texts"])
-    points, updates, tests = stream(Experiment(config, folder, target, splits))
+    points, updates, tests = stream(Experiment(config, folder, target))
     write_json(folder.path / CURVE, {"points": points, "updates": updates})
     draw(points, updates, folder.path / FIGURE)
     folder.tracker.figure("online/drift", folder.path / FIGURE)
@@ -145,23 +142,13 @@ class Experiment:
     config: Config
     folder: StageFolder
     target: Target
-    splits: Splits
 
     def texts(self, domain: str) -> Texts:
-        """The target's answers to prompts of `domain`: a stream, validation and test."""
-        splits, counts = self.splits, self.config.evaluate
-        return {
-            "train": self.answers(splits.train, domain, REQUESTS),
-            "validation": self.answers(splits.validation, domain, counts.validation_prompts),
-            "test": self.answers(splits.test, domain, counts.prompts),
-        }
+        """The target's answers to the first prompts of `domain`: a stream, validation and test.
 
-    def answers(self, examples: Sequence[Example], domain: str, count: int) -> list[Record]:
-        """Answers of the target to the first `count` prompts of `domain`.
-
-        In the order of the split, of which any first ones are a fair sample.
+        In the order of each split, of which any first ones are a fair sample.
         """
-        config, some = self.config, [one for one in examples if one.domain == domain][:count]
+        config, splits = self.config, read_splits(self.folder.inputs["texts"])
         sampler = target_sampler(
             self.target,
             config.sampling,
@@ -169,16 +156,22 @@ class Experiment:
             seed=config.seed,
             batch_size=config.generate.batch_size,
         )
-        self.folder.note(f"{len(some)} answers to prompts of {domain}")
-        return answered(sampler, some, rows=range(len(some)), version="target")
+        texts: Texts = {}
+        for split, examples, count in (
+            ("train", splits.train, REQUESTS),
+            ("validation", splits.validation, config.evaluate.validation_prompts),
+            ("test", splits.test, config.evaluate.prompts),
+        ):
+            some = [one for one in examples if one.domain == domain][:count]
+            self.folder.note(f"{len(some)} answers to prompts of {domain}")
+            texts[split] = answered(sampler, some, rows=range(len(some)), version="target")
+        return texts
 
-    def score(
-        self, drafts: Mapping[str, Adapter], records: Sequence[Record]
-    ) -> dict[str, PromptTotals]:
-        """Exact alpha of several drafts on the same records."""
+    @property
+    def score(self) -> Callable[..., dict[str, PromptTotals]]:
+        """A function of drafts by name and records: exact alpha of all of them on the same ones."""
         size, sampling = self.config.evaluate.batch_size, self.config.sampling
-        target = self.target.adapter
-        return score_drafts(target, drafts, records, sampling=sampling, batch_size=size)
+        return partial(score_drafts, self.target.adapter, sampling=sampling, batch_size=size)
 
     def draft(self, path: Path) -> Adapter:
         return load_draft(with_path(self.config.draft, path), self.target)
@@ -274,25 +267,22 @@ def stream(experiment: Experiment) -> tuple[Rows, Rows, Rows]:
                 end = min(last, start + config.online.min_records)
                 for name, refit in refits.items():
                     for update in served(refit, online[name], records[start:end]):
-                        dated = {"service": name, "request": before + end}
-                        updates.append(dated | outcome(update))
+                        row = {
+                            "service": name,
+                            "request": before + end,
+                            "seconds": round(update.seconds, 3),
+                            "alpha_before": update.verdict.before.as_dict(),
+                            "alpha_after": update.verdict.after.as_dict(),
+                            "version": update.version,
+                            "reason": update.verdict.reason,
+                        }
+                        updates.append(row)
             if passed in (ceil(EARLY * POINTS), POINTS):
                 row = {"domain": domain, "share": passed / POINTS}
                 test, first_domain = texts[domain]["test"], texts[known]["test"]
                 tests.append(row | tested(experiment, drafts, test, first_domain))
         before += len(records)
     return points, updates, tests
-
-
-def outcome(update: Update) -> dict[str, Any]:
-    """An update as the curve stores it."""
-    return {
-        "seconds": round(update.seconds, 3),
-        "alpha_before": update.verdict.before.as_dict(),
-        "alpha_after": update.verdict.after.as_dict(),
-        "version": update.version,
-        "reason": update.verdict.reason,
-    }
 
 
 def tested(
@@ -307,7 +297,7 @@ def tested(
     row: dict[str, Any] = {f"alpha_{n}": totals.alpha.as_dict() for n, totals in scored.items()}
     for name in (ONLINE, BARE):
         come = recovered(scored, name)
-        row[f"recovered_{name}"] = None if come is None else come.as_dict()
+        row[f"recovered_{name}"] = come and come.as_dict()
         row[f"first_domain_change_{name}"] = kept[name].gain(kept["static"]).as_dict()
     return row | {"first_domain_kept_by_anchors": kept[ONLINE].gain(kept[BARE]).as_dict()}
 

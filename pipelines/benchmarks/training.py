@@ -1,16 +1,15 @@
 """`python -m pipelines.benchmarks.training`: a step of distillation beside TRL's, and its loss.
 
-Both trainers run in one process, a step of one after a step of the other, from the same weights,
-on the same prompts, sampling from their own draft as it learns: what disturbs the machine disturbs
-both. Rates count completion tokens and everything a step does: sampling, scores of the target,
-loss, gradient, update. The first steps, in which code is compiled, do not count. The loss in chunks
-stands beside one that holds all logits, at a vocabulary of 152k.
+Both are ways of `evaluate`'s timer, which is handed a batch of prompts for a step: in one process,
+in turns, from the same weights, sampling from their own draft as it learns: what disturbs the
+machine disturbs both. Rates count completion tokens and everything a step does: sampling, scores of
+the target, loss, gradient, update. The first steps, in which code is compiled, do not count. Rates
+and their ratio are of totals, with 95 % intervals over steps. The loss in chunks stands beside one
+that holds all logits, at a vocabulary of 152k.
 """
 
 import copy
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,14 +23,17 @@ from draftkit.artifacts import read_json
 from draftkit.config import Config, DivergenceConfig
 from draftkit.data.lengths import Room
 from draftkit.data.splits import read_splits
+from draftkit.decoding.generation import Completion
 from draftkit.distillation.assembly import make_trainer
 from draftkit.distillation.batch import collate, continued
 from draftkit.distillation.chunked import chunked_sum
 from draftkit.distillation.losses import FullScores, Objective
 from draftkit.distillation.sources import source_sampler
-from draftkit.evaluation.walltime import synchronised_clock
+from draftkit.evaluation.intervals import estimate, speedup
+from draftkit.evaluation.walltime import Chunk, PromptIds, Way, synchronised_clock, time_ways
 from draftkit.models.adapter import Adapter, Head
 from draftkit.models.loading import Target, load_draft, load_target
+from draftkit.templates import interval
 
 from ..command import main
 from ..plan import PAIR_AND_TEXT
@@ -39,7 +41,7 @@ from ..prepare import check_pair
 from ..product import SUMMARY, Stage
 from ..stage import StageFolder
 
-WARM_STEPS, STEPS = 4, 20  # of both trainers: those that do not count, and those that do
+WARM_STEPS, STEPS = 4, 20  # of both: those that do not count, and those that do
 LEARNING_RATE = 1e-4  # of both, where none is given
 LOSS_TOKENS, LOSS_VOCAB_SIZE, LOSS_WIDTHS = 2048, 152_064, (1024, 512)  # of target and draft
 LOSS_REPEATS = 2  # of half a minute each, on two cores
@@ -51,7 +53,7 @@ STAGE = Stage(
         *("optim.learning_rate", "optim.per_device_train_batch_size"),
     ),
     inputs=PAIR_AND_TEXT,
-    version=3,
+    version=4,
     product=None,
 )
 
@@ -79,7 +81,6 @@ def benchmark(config: Config, folder: StageFolder) -> dict[str, Any]:
         **rates,
         **chunked_costs(divergence=divergence, device=draft.device, seed=config.seed),
         "batch_size": rows,
-        "max_new_tokens": answer_tokens(config),
         "divergence": divergence,
         "dtype": str(target.adapter.dtype).removeprefix("torch."),
     }
@@ -88,16 +89,16 @@ def benchmark(config: Config, folder: StageFolder) -> dict[str, Any]:
 def show(config: Config, folder: Path) -> None:
     """Print both rates and the costs of the loss."""
     summary, console = read_json(folder / SUMMARY), Console(width=80, highlight=False)
+    ratio = {"mean": summary["ratio_to_trl"], "ci95": summary["ratio_ci95"]}
     console.print(
         f"On-policy {summary['divergence']}, {summary['batch_size']} rows, "
         f"{summary['max_new_tokens']} new tokens, {summary['dtype']}: {summary['steps']} steps in "
-        "turns. Completion tokens a second, medians with quartiles:"
+        "turns. Completion tokens a second, with 95 % intervals over steps:"
     )
     for name, rate in summary["tokens_per_second"].items():
-        low, high = summary["rate_quartiles"][name]
-        console.print(f"{name:<9} {rate:.0f} [{low:.0f}, {high:.0f}]")
-    low, high = summary["ratio_quartiles"]
-    console.print(f"{summary['ratio_to_trl']:.2f}x [{low:.2f}, {high:.2f}], of paired steps")
+        both = {"mean": rate, "ci95": summary["rate_ci95"][name]}
+        console.print(f"{name:<9} {interval(both, 0)}")
+    console.print(f"{interval(ratio, 2)} times as fast")
     console.print(
         f"Loss of {LOSS_TOKENS} tokens, vocabulary {LOSS_VOCAB_SIZE}, in chunks: "
         f"{summary['chunked_peak_fraction']:.0%} of the plain loss's memory, "
@@ -110,64 +111,46 @@ def show(config: Config, folder: Path) -> None:
 
 
 def beside_trl(
-    target: Target, draft: Adapter, prompts: Sequence[Sequence[int]], config: Config
+    target: Target, draft: Adapter, prompts: PromptIds, config: Config
 ) -> dict[str, Any]:
-    """Rates of both trainers, and the median of their ratios step by step with its quartiles."""
-    from .training_peers import trl_rates
+    """Rates of both trainers over steps on all of `prompts`, and their ratio."""
+    from .training_peers import trl_step
 
-    theirs = copy.deepcopy(draft.model)
-    step = our_step(target, draft, prompts, config)
-    ours: list[float] = []
-    trl = trl_rates(
-        target,
-        theirs,
-        prompts,
-        config,
-        steps=WARM_STEPS + STEPS,
-        new_tokens=answer_tokens(config),
-        between=lambda: ours.append(step(len(ours))),
-    )
-    rates = {"draftkit": ours[WARM_STEPS:], "trl": trl[WARM_STEPS:]}
-    ratios = [a / b for a, b in zip(*rates.values(), strict=True)]
+    new = config.data.max_length - config.data.prompt_tokens  # tokens sampled for a prompt
+    size = config.optim.per_device_train_batch_size
+    theirs = trl_step(target, copy.deepcopy(draft.model), config, new_tokens=new)
+    longest = max(map(len, prompts)) + new
+    ways = {"draftkit": our_step(target, draft, config, Room(new, longest)), "trl": theirs}
+    time_ways(ways, prompts[: WARM_STEPS * size], (), batch_size=size)
+    timed = time_ways(ways, prompts, (), batch_size=size)
+    ratio = speedup(timed["draftkit"].answers, timed["trl"].answers)
+    rates = {name: estimate(one.answers) for name, one in timed.items()}
     return {
-        "ratio_to_trl": statistics.median(ratios),
-        "ratio_quartiles": quartiles(ratios),
-        "tokens_per_second": {name: statistics.median(values) for name, values in rates.items()},
-        "rate_quartiles": {name: quartiles(values) for name, values in rates.items()},
-        "steps": STEPS,
+        "ratio_to_trl": ratio.mean,
+        "ratio_ci95": ratio.ci95,
+        "tokens_per_second": {name: rate.mean for name, rate in rates.items()},
+        "rate_ci95": {name: rate.ci95 for name, rate in rates.items()},
+        "steps": len(timed["trl"].chunks),
+        "max_new_tokens": new,
     }
 
 
-def quartiles(values: Sequence[float]) -> list[float]:
-    """The lower and the upper one."""
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return [low, high]
-
-
-def answer_tokens(config: Config) -> int:
-    """How many tokens a step of either trainer samples for a prompt."""
-    return config.data.max_length - config.data.prompt_tokens
-
-
-def our_step(
-    target: Target, draft: Adapter, prompts: Sequence[Sequence[int]], config: Config
-) -> Callable[[int], float]:
-    """A function that takes the step of a number, and gives its completion tokens a second."""
-    size, new = config.optim.per_device_train_batch_size, answer_tokens(config)
+def our_step(target: Target, draft: Adapter, config: Config, room: Room) -> Way:
+    """A step of ours on the prompts of a batch. room: of an answer, and of prompt and answer."""
     trainer = make_trainer(config, draft, target)
-    sampler = source_sampler(config, target, draft, Room(new, max(map(len, prompts)) + new))
+    sampler = source_sampler(config, target, draft, room)
+    clock = synchronised_clock(draft.device)
 
-    def step(number: int) -> float:
-        started = time.perf_counter()
-        rows = range(number * size, (number + 1) * size)
-        records = sampler.sample(
-            [prompts[row % len(prompts)] for row in rows], rows=rows, version=f"step {number}"
-        )
+    def step(prompts: PromptIds, first: int) -> Chunk:
+        started = clock()
+        rows = range(first, first + len(prompts))
+        records = sampler.sample(prompts, rows=rows, version=f"row {first}")
         texts = [continued(record.prompt_ids, record.output_ids) for record in records]
-        metrics = trainer.step(collate(texts, device=draft.device))
-        return metrics.tokens / (time.perf_counter() - started)
+        trainer.step(collate(texts, device=draft.device))
+        made = [Completion(record.prompt_ids, record.output_ids) for record in records]
+        return Chunk(0.0, clock() - started, made)
 
-    return step
+    return Way(step)
 
 
 # The loss
@@ -205,21 +188,20 @@ def chunked_costs(*, divergence: str, device: torch.device, seed: int) -> dict[s
     def in_chunks() -> tuple[Tensor, ...]:
         return torch.autograd.grad(chunked_sum(loss_of, states=states, head=head), leaves)
 
-    def seconds(function: Callable[[], Any]) -> float:
+    errors = [float((a - b).norm() / b.norm()) for a, b in zip(in_chunks(), plain(), strict=True)]
+    seconds = {in_chunks: 0.0, plain: 0.0}
+    for function in (in_chunks, plain) * LOSS_REPEATS:
         started = clock()
         function()
-        return clock() - started
-
-    errors = [float((a - b).norm() / b.norm()) for a, b in zip(in_chunks(), plain(), strict=True)]
-    ratios = [seconds(in_chunks) / seconds(plain) for _ in range(LOSS_REPEATS)]
+        seconds[function] += clock() - started
     return {
-        "chunked_peak_fraction": peak_bytes(in_chunks, device) / peak_bytes(plain, device),
-        "chunked_time_ratio": statistics.median(ratios),
+        "chunked_peak_fraction": peak_of_call(in_chunks, device) / peak_of_call(plain, device),
+        "chunked_time_ratio": seconds[in_chunks] / seconds[plain],
         "chunked_gradient_error": max(errors),
     }
 
 
-def peak_bytes(function: Callable[[], Any], device: torch.device) -> int:
+def peak_of_call(function: Callable[[], Any], device: torch.device) -> int:
     """The most that PyTorch's allocator had given out at once during a call, beyond what it had."""
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)

@@ -1,6 +1,5 @@
 """A setting is counted, paired and predicted; peers run the same weights and lengths as we do."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -10,11 +9,7 @@ from draftkit.decoding.generation import Completion
 from draftkit.evaluation import walltime
 from draftkit.evaluation.walltime import Chunk, Setting, Timed, decoding
 from draftkit.theory.speedup import Costs
-from pipelines.benchmarks.decoder import (
-    median_interval,
-    paired_ratio,
-    prediction,
-)
+from pipelines.benchmarks.decoder import base_point, prediction
 from pipelines.benchmarks.decoder_peers import PAD, generation_config, hugging_face
 from tests import tiny
 
@@ -43,7 +38,7 @@ def test_a_prediction_counts_the_rounds_of_a_batch_as_it_shrinks():
         "plain": Timed([Chunk(5.0, 12.0, plain)] * 2),
         "speculative": Timed([Chunk(9.0, 6.0, drafted)] * 2, gamma=3),
     }
-    found = prediction(timed, costs)
+    found = prediction(timed["speculative"], timed["plain"], costs)
     assert found["acceptance_length"]["mean"] == pytest.approx(20 / 6)
     assert found["speedup"]["measured"] == pytest.approx(2)
     assert found["speedup"]["predicted"] == pytest.approx((20 / 4) / (20 / 12) / (3 * 0.1 + 1))
@@ -51,27 +46,17 @@ def test_a_prediction_counts_the_rounds_of_a_batch_as_it_shrinks():
     assert found["prediction_error"] == pytest.approx(error)
 
 
-# Medians and intervals
-
-
-@pytest.mark.parametrize("n", [6, 7, 10, 24, 25])
-def test_the_interval_of_a_median_covers_by_enumeration(n):
-    """Each value falls below the true median with probability 1/2: count the cases that cover."""
-    low, high = median_interval(list(range(n)))
-    # `low` is at most the median exactly if at least low + 1 values are; likewise above
-    covered = sum(math.comb(n, below) for below in range(n + 1) if low < below <= high) / 2**n
-    assert covered >= 0.95
-    narrower = sum(math.comb(n, b) for b in range(n + 1) if low + 1 < b <= high - 1) / 2**n
-    assert narrower < 0.95
-
-
-def test_ratios_are_paired_by_chunk_and_hold_the_prefill():
+def test_rates_and_ratios_are_of_totals_and_hold_the_prefill():
+    """20 chunks, with a second of prefill in every other one of ours."""
     ten, twenty = ([Completion([], [0] * tokens)] for tokens in (10, 20))
-    mine = Timed([Chunk(1.0, 1.0, ten), Chunk(0.0, 2.0, ten), Chunk(0.0, 10.0, ten)])
-    other = Timed([Chunk(0.0, 4.0, twenty), Chunk(0.0, 2.0, ten), Chunk(0.0, 30.0, ten)])
-    found = paired_ratio(mine, other)  # 5 / 5, 5 / 5, 1 / (1/3)
-    assert found["median"] == pytest.approx(1.0)
-    assert found["ci95"] == pytest.approx([1.0, 3.0])
+    mine = Timed([Chunk(1.0, 1.0, ten), Chunk(0.0, 3.0, ten)] * 10)
+    other = Timed([Chunk(0.0, 4.0, twenty), Chunk(0.0, 1.0, ten)] * 10)
+    point = base_point("plain", {"plain": mine, "hf_plain": other}, SETTING)
+    assert (point["prompts"], point["chunks"], [*point["ratios"]]) == (20, 20, ["hf_plain"])
+    for found, mean in ((point["tokens_per_second"], 4), (point["ratios"]["hf_plain"], 4 / 6)):
+        low, high = found["ci95"]
+        assert found["mean"] == pytest.approx(mean)
+        assert low < mean < high
 
 
 # The peers

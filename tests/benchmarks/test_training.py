@@ -8,7 +8,7 @@ import torch
 from draftkit.config import Config, DataConfig, DivergenceConfig, HardwareConfig, OptimConfig
 from draftkit.distillation import chunked
 from pipelines.benchmarks import training
-from pipelines.benchmarks.training import beside_trl, check, chunked_costs, peak_bytes
+from pipelines.benchmarks.training import beside_trl, check, chunked_costs, peak_of_call
 from tests import tiny
 from tests.trained import train_byte_bpe
 
@@ -16,10 +16,9 @@ CPU = torch.device("cpu")
 MIB = 1 << 20
 
 
-def test_both_trainers_are_timed_on_the_same_prompts_step_by_step(monkeypatch):
+def test_both_trainers_are_timed_in_turns_after_a_warm_up(monkeypatch):
     pytest.importorskip("trl", minversion="1.16")  # older ones have no such trainer
     monkeypatch.setattr(training, "WARM_STEPS", 1)
-    monkeypatch.setattr(training, "STEPS", 2)
     target, draft = tiny.pair()
     pair = tiny.target_of(target, train_byte_bpe(["a b c"], 300), 0)
     config = Config(
@@ -28,12 +27,24 @@ def test_both_trainers_are_timed_on_the_same_prompts_step_by_step(monkeypatch):
         optim=OptimConfig(per_device_train_batch_size=2, learning_rate=1e-3, compile="false"),
     )
     before = draft.model.get_input_embeddings().weight.clone()
-    prompts = tiny.prompts([4, 6, 3, 5, 7, 4], seed=1)
+    turns = []
+    real = training.time_ways
+
+    def watched(ways, prompts, *others, **options):
+        turns.append(real(ways, prompts, *others, **options))
+        return turns[-1]
+
+    monkeypatch.setattr(training, "time_ways", watched)
+    prompts = tiny.prompts([4, 6, 3, 5, 7, 4] * 7, seed=1)[:40]
     found = beside_trl(pair, draft, prompts, config)
-    assert found["steps"] == 2
-    assert set(found["tokens_per_second"]) == {"draftkit", "trl"}
-    low, high = found["ratio_quartiles"]
-    assert 0 < low <= found["ratio_to_trl"] <= high
+    for warm, count in zip(turns, (2, 40), strict=True):
+        for way in warm.values():
+            assert [answer.prompt_ids for answer in way.completions] == prompts[:count]
+    assert found["steps"] == 20
+    ours, theirs = (found["tokens_per_second"][name] for name in ("draftkit", "trl"))
+    assert found["ratio_to_trl"] == pytest.approx(ours / theirs)
+    low, high = found["ratio_ci95"]
+    assert 0 < low < found["ratio_to_trl"] < high
     assert not torch.equal(before, draft.model.get_input_embeddings().weight)
 
 
@@ -54,7 +65,7 @@ def test_the_peak_is_what_was_held_at_once():
         kept = torch.zeros(2 * MIB, dtype=torch.uint8)
         return kept, torch.zeros(2 * MIB, dtype=torch.uint8)
 
-    assert peak_bytes(function, CPU) == pytest.approx(4 * MIB, abs=1000)
+    assert peak_of_call(function, CPU) == pytest.approx(4 * MIB, abs=1000)
 
 
 def test_a_missing_peer_is_refused_with_the_way_to_get_it(monkeypatch):

@@ -21,39 +21,32 @@ PROMPTS = tiny.prompts([6, 3, 9, 4], seed=1)
 @pytest.mark.parametrize("divergence", training_peers.BETAS)
 def test_the_peers_loss_is_ours_on_the_same_tokens(divergence, monkeypatch):
     target, draft = tiny.adapter(seed=1), tiny.adapter(seed=2)
-    start, seen, losses, called = copy.deepcopy(draft), [], [], []
+    start, losses = copy.deepcopy(draft), []
 
-    class Watched(training_peers.Peer):
-        def _generate_single_turn(self, prompt_ids, *others, **options):
-            made = super()._generate_single_turn(prompt_ids, *others, **options)
-            seen.append(list(zip(prompt_ids, made, strict=True)))
-            return made
+    def watched(peer, *args, **options):
+        loss = real(peer, *args, **options)
+        losses.append(float(loss[0].detach()))
+        return loss
 
-        def _compute_loss(self, *args, **options):
-            loss = super()._compute_loss(*args, **options)
-            losses.append(float(loss[0].detach()))
-            return loss
-
-    monkeypatch.setattr(training_peers, "Peer", Watched)
+    real = training_peers.Peer._compute_loss
+    monkeypatch.setattr(training_peers.Peer, "_compute_loss", watched)
     optim = OptimConfig(per_device_train_batch_size=2, learning_rate=1e-3)
     config = Config(divergence=DivergenceConfig(name=divergence), optim=optim)
     whole = tiny.target_of(target, train_byte_bpe(["a b c"], 300))
-    rates = training_peers.trl_rates(
-        *(whole, draft.model, PROMPTS, config),
-        steps=3,
-        new_tokens=7,
-        between=lambda: called.append(1),
-    )
-    assert len(rates) == len(called) == 3
-    assert all(rate > 0 for rate in rates)
+    way = training_peers.trl_step(whole, draft.model, config, new_tokens=7)
+    chunk = way.answer(PROMPTS[:2], 0)
+    assert [answer.prompt_ids for answer in chunk.completions] == PROMPTS[:2]
+    of_both = zip(draft.model.parameters(), start.model.parameters(), strict=True)
+    moved = max(float((new - old).detach().abs().max()) for new, old in of_both)
+    assert moved == pytest.approx(1e-3, rel=0.01)  # a first step of Adam
     ours = Trainer(
         start,
         TargetTeacher(target),
         Objective(DivergenceConfig(name=divergence)),
         optim=OptimConfig(learning_rate=1e-3),
     )
-    texts = [continued(prompt, completion) for prompt, completion in seen[0]]
+    texts = [continued(answer.prompt_ids, answer.output_ids) for answer in chunk.completions]
     metrics = ours.step(collate(texts, device=torch.device("cpu")))
-    assert metrics.tokens == sum(len(completion) for _, completion in seen[0]) > 7
+    assert metrics.tokens == chunk.tokens > 7
     assert metrics.loss == pytest.approx(losses[0], rel=1e-4)
-    assert sorted(prompt for prompt, _ in seen[0] + seen[1]) == sorted(PROMPTS)
+    assert chunk.seconds > 0

@@ -1,5 +1,6 @@
 """Costs: what is measured, on which rounds, and how ratios are formed."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,14 @@ from draftkit.decoding.graphs import Units
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.evaluation import costs, walltime
 from draftkit.evaluation.costs import calibrate, predicted_speedup, round_seconds
-from draftkit.evaluation.walltime import PLAIN, Setting, decoding, make_decoder, time_ways
+from draftkit.evaluation.walltime import (
+    CALIBRATED_GAMMAS,
+    PLAIN,
+    Setting,
+    decoding,
+    make_decoder,
+    time_ways,
+)
 from draftkit.theory.speedup import speedup_from_length
 from tests.evaluation.scripted import Clock, Slow
 
@@ -178,16 +186,59 @@ def test_what_is_predicted_from_other_prompts_is_what_timing_shows(clock, monkey
     assert predicted == pytest.approx(drafted.rounds.mean / plain.rounds.mean, rel=0.05)
 
 
-def test_timed_generations_run_the_code_that_was_compiled_for_the_calibration(clock, monkeypatch):
-    """Compiling takes longer than measuring: no unit may be needed in two forms."""
-    keys = set()
+@pytest.fixture
+def keys(monkeypatch):
+    """The units that would be compiled."""
+    found = set()
 
     def run(self, unit, places, inputs, *, key, **options):
         if self.compiled:
-            keys.add((unit.__name__, key))
+            found.add((unit.__name__, key))
         return unit(places, inputs)
 
     monkeypatch.setattr(Units, "run", run)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("gamma", "others"), [(4, [1, 8]), (2, [4, 8]), (7, [1, 4]), (3, [1, 8]), (16, [1, 4, 8])]
+)
+def test_few_numbers_of_proposals_are_compiled_and_few_rounds_run(
+    clock, monkeypatch, keys, gamma, others
+):
+    """A unit takes some ten seconds to compile, for a model of thirty layers: so few of them.
+
+    Proposals next to the number in use are not tried. An answer need not be whole: plain steps go
+    over 96 tokens at most, the others over as long texts.
+    """
+    rounds = Counter()
+    real = Decoder.round
+
+    def counted(decoder):
+        results = real(decoder)
+        rounds.update(result.gamma for result in results)
+        return results
+
+    monkeypatch.setattr(Decoder, "round", counted)
+    setting = replace(SETTING, max_new_tokens=256, batch_size=1, compiled=True, gamma=gamma)
+    setting = replace(setting, capacity=300, eos_token_ids=())
+    target, draft = Slow(0, clock, lambda n: 10.0), Slow(1, clock, lambda n: 1.0)
+    measured = calibrated(target, draft, setting, gammas=CALIBRATED_GAMMAS)
+    assert sorted(measured.draft_units) == sorted([gamma, *others])
+    assert Counter(name for name, _ in keys) == {
+        "propose": 1 + len(others),
+        "verify": 2 + len(others),
+    }
+    assert rounds[0] == costs.PASSES * 96
+    for kind in (gamma, *others):
+        assert costs.PASSES * 32 <= rounds[kind] <= costs.PASSES * 96
+    # What more proposals cost lies on the line through the last two.
+    assert measured.draft_at(12) == pytest.approx(12 * 0.1)
+    assert measured.verify_at(12) == pytest.approx(1.0)
+
+
+def test_timed_generations_run_the_code_that_was_compiled_for_the_calibration(clock, keys):
+    """Compiling takes longer than measuring: no unit may be needed in two forms."""
     setting = replace(SETTING, batch_size=1, compiled=True)
     target, draft = Slow(0, clock, lambda n: 1.0), Slow(1, clock, lambda n: 1.0)
     calibrated(target, draft, setting)

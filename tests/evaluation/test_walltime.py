@@ -16,9 +16,7 @@ from draftkit.evaluation.walltime import (
     Timed,
     Way,
     decoding,
-    rotated,
     row_capacity,
-    shapes,
     time_ways,
 )
 from tests.evaluation.scripted import Clock, Slow
@@ -130,16 +128,15 @@ def test_ways_take_turns_and_none_always_goes_first():
     assert [first for _, first, _ in calls] == [0, 0, 0, 2, 2, 2, 4, 4, 4, 6, 6, 6]
     for name in ways:
         assert [c.prompt_ids for c in timed[name].completions] == PROMPTS * 2
-    assert rotated([1, 2, 3], 5) == [3, 1, 2]
 
 
 def test_a_warm_up_meets_every_shape_that_a_batch_may_shrink_to(clock):
     crowd = replace(SETTING, batch_size=8, compiled=True)
-    assert shapes(crowd) == [1, 4, 8]
-    assert shapes(replace(crowd, compiled=False)) == [8]
     target = Slow(0, clock, lambda tokens: 1.0)
     assert decoding(target, None, crowd).sizes == [8]
     assert decoding(target, DraftModelProposer(target), crowd).sizes == [1, 4, 8]
+    eager = replace(crowd, compiled=False)
+    assert decoding(target, DraftModelProposer(target), eager).sizes == [8]
     calls = []
     timed = time_ways({"drafted": recorder(calls, "drafted", sizes=(1, 4, 8))}, [], PROMPTS)
     assert calls == [("drafted", 0, 1), ("drafted", 0, 4), ("drafted", 0, 8)]

@@ -19,7 +19,7 @@ from draftkit.endpoint import COMPLETIONS, OTHERWISE, Endpoint, completion
 from draftkit.evaluation.certificate import Answer, same_greedy, same_law
 from draftkit.evaluation.intervals import LEAST_UNITS
 
-from .lengths import answer_tokens
+from .plan import answer_tokens
 from .product import SUMMARY
 from .stage import StageFolder
 
@@ -34,15 +34,10 @@ FORMS = {
 }
 
 
-def endpoints(config: Config) -> list[Endpoint]:
-    """The server with a drafter and the one without."""
-    return [Endpoint(f"certify.{name}", config.certify[name]) for name in SERVERS]
-
-
 def check(config: Config) -> None:
     """Raise ValueError for a server that does not answer, before anything is made for it."""
-    for server in endpoints(config):
-        with server:
+    for name in SERVERS:
+        with Endpoint(f"certify.{name}", config.certify[name]) as server:
             server.model()
 
 
@@ -100,7 +95,8 @@ def certify(config: Config, folder: StageFolder) -> dict[str, Any]:
             f"certify: {len(prompts)} held-out prompts, and {LEAST_UNITS} are needed: raise "
             "evaluate.prompts or data.test_fraction, or give more text"
         )
-    servers, batch = endpoints(config), config.evaluate.batch_size
+    servers = [Endpoint(f"certify.{name}", config.certify[name]) for name in SERVERS]
+    batch = config.evaluate.batch_size
 
     def ask(side: int, sampling: SamplingConfig, limit: int, at_once: int = batch) -> list[Answer]:
         """Answers to the prompts in turn; no two of them, nor of the servers, have one seed."""

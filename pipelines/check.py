@@ -15,11 +15,10 @@ from draftkit.data.chats import chat_format
 from draftkit.models.compatibility import NOTE, WRONG, Finding, findings, unknown_target
 from draftkit.models.loading import load_tokenizer, model_config
 
-from .checksums import address_of_model
 from .command import run_command
 from .dry import dry_run
 from .plan import DISTILL, EVALUATE
-from .product import Product, plan
+from .product import Product, address_of_model, plan
 from .stage import show_plan
 
 LIMIT = 3  # batches of a stage, where `limit` gives none

@@ -9,7 +9,8 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -41,34 +42,32 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
-def user_line(error: Exception) -> str:
-    """The one line about an error that is the user's to put right; empty for a bug."""
-    system = error if isinstance(error, OSError) else OSError()
-    # A library that writes by itself says it in words.
-    if system.errno in FULL or "No space left on device" in str(error):
-        return (
-            f"no space left on the device of {system.filename or 'the output folder'}: free some "
-            "and run the same command again (what was complete is intact), or use root=... on "
-            "another device"
-        )
-    if system.errno in FORBIDDEN:
-        return f"{system.strerror}: {system.filename}; change its permissions, or use root=..."
-    return " ".join(str(error).split()) if isinstance(error, ValueError) else ""
-
-
-def guarded(name: str, call: Callable[[], Any], *, raw: bool = False) -> None:
-    """Run `call`; end the process with one line for what the user can put right."""
+@contextmanager
+def guarded(name: str, *, raw: bool = False) -> Iterator[None]:
+    """End the process with one line for what the user can put right, and a traceback for a bug."""
     try:
-        call()
+        yield
         return
     except KeyboardInterrupt:
         line, code = "interrupted: the same command goes on from the last checkpoint", 130
     except Exception as error:
         if raw:
             raise
-        composing = isinstance(error, COMPOSITION_ERRORS)
-        line, code = explain(error) if composing else user_line(error), 2
-        if not line:
+        code, system = 2, error if isinstance(error, OSError) else OSError()
+        if isinstance(error, COMPOSITION_ERRORS):
+            line = explain(error)
+        # A library that writes by itself says it in words.
+        elif system.errno in FULL or "No space left on device" in str(error):
+            line = (
+                f"no space left on the device of {system.filename or 'the output folder'}: free "
+                "some and run the same command again (what was complete is intact), or use "
+                "root=... on another device"
+            )
+        elif system.errno in FORBIDDEN:
+            line = f"{system.strerror}: {system.filename}; change its permissions, or use root=..."
+        elif isinstance(error, ValueError):
+            line = " ".join(str(error).split())
+        else:
             traceback.print_exc()
             raise SystemExit(1) from None
     print(f"{name}: {line}", file=sys.stderr, flush=True)
@@ -85,8 +84,7 @@ def run_command(name: str, launch: Callable[[Config], Any]) -> None:
     raw = os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
 
     def job(composed: DictConfig) -> None:
-        # Hydra would announce an error of the job by a line of its own: it never sees one.
-        def checked() -> None:
+        with guarded(name, raw=raw):  # here, lest Hydra announces an error by a line of its own
             config = to_config(composed)
             if config.limit is not None and (config.certify or name not in DRY):
                 raise ValueError(f"limit: there is a dry run of {', '.join(DRY)}, none of {name}")
@@ -97,19 +95,15 @@ def run_command(name: str, launch: Callable[[Config], Any]) -> None:
                 say(f"{name}: sweep job {label}")
             launch(replace(config, job=label))
 
-        guarded(name, checked, raw=raw)
-
     job.__module__ = f"{__package__}.{name}"  # Hydra names the job after it
     decorate = hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us whole, to be told in one line
 
-    def start() -> None:
+    with guarded(name, raw=raw):
         # argparse reads overrides in one piece: let options stand among them.
         words = spelled_out(sys.argv[1:])
         sys.argv[1:] = sorted(words, key=lambda word: bool(OVERRIDE.match(word)))
         decorate(job)()
-
-    guarded(name, start, raw=raw)
 
 
 def launch(stage: Stage, config: Config) -> dict[str, Any]:
@@ -139,7 +133,6 @@ def launch(stage: Stage, config: Config) -> dict[str, Any]:
 
 def main(stage: Stage, run: Callable[[Config], Any] | None = None) -> None:
     """The command `python -m pipelines.<stage>`; `run`: what it does instead of `launch`."""
-
     try:
         run_command(stage.name, run or partial(launch, stage))
     finally:

@@ -125,7 +125,7 @@ def to_config(composed: DictConfig) -> Config:
     chosen = ", ".join(f"{key}={values[key]}" for key in follow)
     lines = [chosen and f"on this machine, where nothing else is given: {chosen}"]
     if any(model.names_gguf for model in (config.target, config.draft)):
-        from .checksums import unpacked  # which imports torch, as `served` does
+        from .product import unpacked  # which imports torch, as `served` does
 
         for key in ("target", "draft"):
             model, line = unpacked(getattr(config, key), config.root)

@@ -5,13 +5,11 @@ target, text and sampling. Those of the validation split choose the weights in `
 test split are for the tables alone.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from draftkit.config import Config
 from draftkit.data.lengths import Room
-from draftkit.data.prompts import Example
 from draftkit.data.rollouts import Record, document_of, read_records, write_records
 from draftkit.data.splits import read_splits
 from draftkit.distillation.progress import Countdown
@@ -20,23 +18,8 @@ from draftkit.evaluation.intervals import LEAST_UNITS
 from draftkit.models.loading import load_target
 
 from .command import main
-from .lengths import answer_tokens
-from .plan import CONTEXTS
+from .plan import CONTEXTS, answer_tokens
 from .stage import StageFolder
-
-
-def too_few(config: Config, test: Sequence[Example]) -> str:
-    """What to say where documents will not suffice for a verdict, before hours go into the rest."""
-    options = config.evaluate
-    needed = LEAST_UNITS * options.timing_batch_size
-    held_out = test[: min(needed, options.prompts, options.timing_prompts)]
-    documents = len({example.document for example in held_out})  # all that there are, if too few
-    if documents >= needed:
-        return ""
-    return (
-        f"{documents} held-out documents will be timed, a verdict needs {needed}: it will be "
-        "inconclusive (evaluate.timing_prompts, evaluate.prompts, data.test_fraction)"
-    )
 
 
 def contexts(config: Config, folder: StageFolder) -> dict[str, Any]:
@@ -47,8 +30,14 @@ def contexts(config: Config, folder: StageFolder) -> dict[str, Any]:
     options, splits = config.evaluate, read_splits(folder.inputs["texts"])
     if (new := answer_tokens(config)) < options.max_new_tokens:
         folder.note(f"{new} tokens an answer, all that the models' context leaves after a prompt")
-    if line := too_few(config, splits.test):
-        folder.note(line)
+    needed = LEAST_UNITS * options.timing_batch_size
+    held_out = splits.test[: min(needed, options.prompts, options.timing_prompts)]
+    timed = len({example.document for example in held_out})  # all that there are, if too few
+    if timed < needed:  # said before hours go into the rest
+        folder.note(
+            f"{timed} held-out documents will be timed, a verdict needs {needed}: it will be "
+            "inconclusive (evaluate.timing_prompts, evaluate.prompts, data.test_fraction)"
+        )
     target = load_target(folder.model(config, "target"), config.hardware)
     room = Room(new, target.adapter.max_positions)
     summary, before = {}, 0

@@ -27,9 +27,9 @@ from draftkit.models.devices import resolve_device
 from draftkit.models.memory import free_bytes, peak_bytes
 from draftkit.tracking import FILE_NAME, read_metrics
 
-from .product import Product, pending
-from .stage import announce, check, make
-from .weights import gigabytes, refuse_too_large
+from .product import Product
+from .stage import announced, make
+from .weights import gigabytes
 
 FOLDER, RUN = ".dry", "run"
 STEPPING = {"prepare": "prepare_draft", "train": "train"}  # stages of steps, named as in metrics
@@ -50,13 +50,9 @@ def dry_run(name: str, goal: Product, limit: int) -> None:
     """Print what every stage to do for `goal` takes. Raises ValueError for what does not fit."""
     if processes() > 1:
         raise ValueError("limit: a dry run is one process, and each of a launch takes as much")
-    if not (to_do := pending([goal])):
+    if not (to_do := announced(name, [goal])):
         print(f"{name}: all is complete, there is nothing to do")
         return
-    announce(name, [goal], to_do)
-    for step in to_do:
-        check(step)
-    refuse_too_large(to_do)
     device = resolve_device(goal.config.hardware)
     free, peak, total = free_bytes(device), 0, 0.0
     folder, made = Path(goal.config.root) / FOLDER, dict[Path, Product]()
@@ -69,7 +65,18 @@ def dry_run(name: str, goal: Product, limit: int) -> None:
                     continue
                 print(f"{name}: dry run of {step.name}", flush=True)
                 few = made[step.folder] = shortened(step, limit, folder / RUN, made)
-                seconds = seconds_of(few, free)
+                started = time.perf_counter()
+                try:
+                    with redirect_stdout(io.StringIO()):
+                        make(few)
+                except (MemoryError, RuntimeError) as error:
+                    if not isinstance(error, MemoryError) and not NO_MEMORY.search(str(error)):
+                        raise
+                    raise ValueError(
+                        f"{few.name} does not fit: it ran out of memory with {gigabytes(free)} "
+                        f"free: {REMEDIES.get(few.name, SMALLER)}"
+                    ) from None
+                seconds = time.perf_counter() - started
                 held, (whole, share) = peak_bytes(device), projected(step, few, seconds)
                 line = f"  {gigabytes(held)}, {duration(seconds)}"
                 print(f"{line} for {share}: {duration(whole)} for all" if share else line)
@@ -119,22 +126,6 @@ def shortened(step: Product, limit: int, root: Path, made: Mapping[Path, Product
     return replace(step, config=few, settings={**step.settings, "limit": limit}, inputs=inputs)
 
 
-def seconds_of(few: Product, free: int) -> float:
-    """Make the product, without its lines: what it took. Raises ValueError where memory ends."""
-    started = time.perf_counter()
-    try:
-        with redirect_stdout(io.StringIO()):
-            make(few)
-    except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and not NO_MEMORY.search(str(error)):
-            raise
-        raise ValueError(
-            f"{few.name} does not fit: it ran out of memory with {gigabytes(free)} free: "
-            f"{REMEDIES.get(few.name, SMALLER)}"
-        ) from None
-    return time.perf_counter() - started
-
-
 # What a whole stage takes
 
 
@@ -156,7 +147,16 @@ def projected(step: Product, few: Product, seconds: float) -> tuple[float, str]:
         ticks = [(path.stat().st_mtime, count) for path, count in zip(files, rows, strict=True)]
     if not ticks:
         return seconds, ""
-    whole, unit = (steps_of(step), "steps") if name in STEPPING else (rows_of(step), "texts")
+    whole, unit = config.generate.rollouts, "texts"
+    if name in STEPPING:
+        whole, unit = steps_of(step), "steps"
+    elif name != "generate":
+        counts = read_splits(step.inputs["texts"].path).counts
+        if name == "contexts":
+            whole = min(config.evaluate.prompts, counts["test"])
+        elif "generate" not in step.inputs:  # scores of the data's own texts
+            whole = counts["train"]
+        whole += min(config.evaluate.validation_prompts, counts["validation"])
     (begun, first), (ended, last) = ticks[0], ticks[-1]
     if whole > last > first:
         seconds += (whole - last) * (ended - begun) / (last - first)
@@ -175,19 +175,6 @@ def steps_of(step: Product) -> int:
     if step.name == "prepare":
         return draft.shrink.steps if draft.shrink.layers else draft.pretrain.max_steps
     return optim.max_steps
-
-
-def rows_of(step: Product) -> int:
-    """Of the answers, or of the texts that are scored, in a stage."""
-    config, rows = step.config, step.config.generate.rollouts
-    if step.name == "generate":
-        return rows
-    counts = read_splits(step.inputs["texts"].path).counts
-    if step.name == "contexts":
-        rows = min(config.evaluate.prompts, counts["test"])
-    elif "generate" not in step.inputs:  # scores of the data's own texts
-        rows = counts["train"]
-    return rows + min(config.evaluate.validation_prompts, counts["validation"])
 
 
 def judged(step: Product, few: Product, seconds: float) -> tuple[float, str]:

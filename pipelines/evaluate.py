@@ -15,7 +15,9 @@ from rich.console import Console
 
 from draftkit.artifacts import machine, provenance, read_json, write_json, write_text
 from draftkit.config import PLAIN, Config, DraftConfig
+from draftkit.data.lengths import shares_cut
 from draftkit.data.rollouts import document_of
+from draftkit.data.splits import read_splits
 from draftkit.decoding.trace import answers, as_rows, as_text
 from draftkit.evaluation.engines import serves
 from draftkit.evaluation.judge import Measured, Prompts, check_lossless, gather
@@ -37,12 +39,10 @@ from draftkit.tracking import Tracker
 from .certify import DIFFERENT
 from .command import launch, main
 from .contexts import read_contexts
-from .lengths import answer_tokens
-from .plan import CERTIFY, EVALUATE, at_temperatures
+from .plan import CERTIFY, EVALUATE, answer_tokens, at_temperatures
 from .prepare import check_pair
 from .product import SUMMARY
 from .stage import StageFolder
-from .texts import shares_of, training_ids
 
 TRACES, WIDTH = 3, 80  # cells of a line
 TRACE = "trace.json"  # the first answers, round by round
@@ -80,11 +80,12 @@ def prompts_in(folder: StageFolder, answers: Path) -> Prompts:
     """The prompts of the contexts in `answers`, with the training texts of `folder`."""
     test, validation = (read_contexts(answers, split) for split in ("test", "validation"))
     texts = folder.inputs["texts"]
+    # Read only where a proposer counts them.
     return Prompts(
         test=[record.prompt_ids for record in test],
         calibration=[record.prompt_ids for record in validation],
         documents=[document_of(record) for record in test],
-        texts=lambda: training_ids(texts),
+        texts=lambda: (example.token_ids for example in read_splits(texts).train),
     )
 
 
@@ -194,7 +195,7 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
     first = next(iter(by_temperature.values()))
     if (kept := getattr(drafts[judged], "kept_ids", None)) is not None:
         first["kept_ids"] = len(kept)
-    shares = shares_of(folder.inputs["texts"])
+    shares = shares_cut(read_splits(folder.inputs["texts"]).counts)
     summary = {**first, "by_temperature": by_temperature, "kind": kind, **shares}
     page = decision_page(
         summary,

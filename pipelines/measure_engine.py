@@ -30,8 +30,7 @@ from draftkit.theory.acceptance import Rate
 from .command import main
 from .contexts import read_contexts
 from .evaluate import drafter_of
-from .lengths import answer_tokens
-from .plan import MEASURE_ENGINE
+from .plan import MEASURE_ENGINE, answer_tokens
 from .product import SUMMARY
 from .stage import StageFolder
 

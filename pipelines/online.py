@@ -4,10 +4,40 @@ Runs beside a server until it is told to stop (and, with `online.most_updates`, 
 done).
 """
 
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import torch
+
+from draftkit.artifacts import locked, provenance, write_json
 from draftkit.config import DRAFTED_NAMES, Config
+from draftkit.data.rollouts import read_parts
+from draftkit.distillation.assembly import load_teaching_target
+from draftkit.online.daemon import Daemon
+from draftkit.online.refit import Anchors, Refit, Update, make_refit
 
 from .command import run_command
-from .refitting import daemon
+from .contexts import read_contexts
+from .plan import ONLINE
+from .prepare import check_pair
+from .product import SUMMARY, plan
+from .service import (
+    SERVER,
+    STATE,
+    buffer_of,
+    checksums_of,
+    clear_service,
+    daemon_folder,
+    seeded_registry,
+    service_folder,
+)
+from .stage import StageFolder, inputs_of, show_plan, tracker_of
+
+NICE = 10  # what serves comes first
 
 
 def check_drafter(config: Config) -> None:
@@ -41,9 +71,115 @@ def check_drafter(config: Config) -> None:
 
 
 def online(config: Config) -> None:
-    """Run the daemon. There is one of a service, so the jobs of a sweep run in turn."""
+    """Refit until told to stop. There is one daemon of a service: the jobs of a sweep run in turn.
+
+    Raises ValueError for a drafter that cannot be refitted, and where a daemon runs already.
+    """
     check_drafter(config)
-    daemon(config)
+    if config.plan:
+        return show_plan("online", plan(ONLINE, config).made())
+    os.nice(NICE)
+    if config.hardware.threads is not None:
+        torch.set_num_threads(config.hardware.threads)
+    folder, stop = service_folder(config), Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    with locked(folder / STATE):
+        watch(config, folder, stop)
+    print("online: told to stop" if stop.is_set() else "online: all updates done", flush=True)
+
+
+def watch(config: Config, folder: Path, stop: Event) -> None:
+    """Load what refitting needs, and run the loop; with `overwrite` from an empty folder on."""
+    check_pair(config)
+    made = inputs_of(ONLINE, config)
+    fingerprints = checksums_of(config, made)
+    if config.overwrite:
+        print(f"online: clearing {folder} (overwrite=true)", flush=True)
+        clear_service(config, SERVER)
+    buffer = buffer_of(config, fingerprints)
+    target = load_teaching_target(
+        made.model(config, "target"), config.hardware, stored=config.online.teacher == "stored"
+    )
+    anchors = load_anchors(config, made)
+    start = made.model(config, "draft")
+    refits = [
+        make_refit(
+            config,
+            route=route,
+            start=start,
+            target=target,
+            buffer=buffer,
+            registry=seeded_registry(config, route, start, target, fingerprints),
+            anchors=anchors,
+            folder=folder / STATE / route,
+        )
+        for route in config.online.routes
+    ]
+    account = daemon_folder(config)
+    tracker = tracker_of(config, account, "online", {"provenance": provenance(), "inputs": {}})
+
+    def log(refit: Refit, update: Update) -> None:
+        section = "online" if len(refits) == 1 else f"online_{refit.route}"
+        verdict = update.verdict
+        numbers = {
+            "loss": update.loss,
+            "alpha_before": verdict.before.mean,
+            "alpha_after": verdict.after.mean,
+            "gain": verdict.gain.mean,
+            "records": update.records,
+            "tokens": update.tokens,
+            "seconds": update.seconds,
+            "published": float(update.version is not None),
+        }
+        if verdict.anchor_change is not None:
+            numbers["anchor_change"] = verdict.anchor_change.mean
+        tracker.log(section, update.number, numbers)
+        outcome = f"published {update.version}" if update.version else "not published"
+        print(
+            f"online: {refit.route} update {update.number}: {update.records} new records, "
+            f"{update.seconds:.1f} s, {outcome}: {verdict.reason}",
+            flush=True,
+        )
+        write_json(account / SUMMARY, summary_of(refits))
+
+    loop = Daemon(refits, buffer=buffer, settings=config.online, log=log, stop=stop)
+    print(f"online: watching {folder}", flush=True)
+    try:
+        loop.run()
+        write_json(account / SUMMARY, summary_of(refits))
+    finally:
+        tracker.finish()
+        buffer.close()
+
+
+def load_anchors(config: Config, made: StageFolder) -> Anchors:
+    """Answers of the target to prompts of `data`: some to mix in, held-out ones for the gate."""
+    options = config.online
+    train = made.inputs.get("scores") or made.inputs.get("generate")
+    if train is None:
+        return Anchors()
+    held_out = read_contexts(made.inputs.get("contexts", train), "validation")
+    mixed_in = read_parts(train) if options.anchor_fraction > 0 else ()
+    return Anchors(mixed_in, held_out[: options.gate.anchors])
+
+
+def summary_of(refits: Sequence[Refit]) -> dict[str, Any]:
+    """Totals so far: the keys of `online`'s summary, over all routes."""
+    states = [refit.state for refit in refits]
+    published = sum(len(state["chosen"]) for state in states)
+    return {
+        "versions_published": published,
+        "versions_rejected": sum(state["update"] for state in states) - published,
+        "alpha_by_version": {
+            f"{refit.route}/{name}": refit.state["alphas"].get(name)
+            for refit in refits
+            for name in refit.state["chosen"]
+        },
+        "records_seen": sum(refit.state["records"] + refit.new_records() for refit in refits),
+        "recovered_fraction": None,
+        "anchor_alpha_change": {refit.route: refit.state["anchor_change"] for refit in refits},
+    }
 
 
 if __name__ == "__main__":

@@ -4,12 +4,15 @@ from dataclasses import replace
 from typing import Any
 
 from draftkit.config import COUNTING_NAMES, Config
+from draftkit.config.text import CORPUS
+from draftkit.data.lengths import Lengths, lengths_within
 from draftkit.distillation.loop import BEST, CHECKPOINT
+from draftkit.distillation.pretrain import CONTEXT
 from draftkit.distillation.sources import reads_rollouts
+from draftkit.models.context import context_of
+from draftkit.models.loading import model_config
 
-from .checksums import address_of_model, address_of_text
-from .lengths import answer_tokens, lengths_of
-from .product import SUMMARY, Input, Product, Stage, plan
+from .product import SUMMARY, Input, Product, Stage, address_of_model, address_of_text, plan
 
 
 def given_model(key: str, config: Config) -> list[Product]:
@@ -26,7 +29,7 @@ def carries_scores(config: Config) -> bool:
     return bool(options.top_k) and not options.url and config.source.name == "target"
 
 
-def keeps_ids_of_rollouts(config: Config) -> bool:
+def counts_rollouts(config: Config) -> bool:
     """Whether the ids that a drafter made of the target keeps are counted in rollouts too."""
     learned = config.source.name == "target" or reads_rollouts(config)
     return (config.draft.is_head or bool(config.draft.shrink.vocabulary)) and learned
@@ -43,10 +46,6 @@ def states_stored(config: Config) -> str | None:
     return config.draft.kind if config.generate.hidden_states else None
 
 
-def judges_trained(config: Config) -> bool:
-    return config.evaluate.draft == "trained"
-
-
 def at_temperatures(config: Config) -> list[Config]:
     """The served temperature, then those that are judged beside it."""
     served = config.sampling
@@ -54,26 +53,47 @@ def at_temperatures(config: Config) -> list[Config]:
     return [replace(config, sampling=replace(served, temperature=one)) for one in temperatures]
 
 
-def reads_anchors(config: Config) -> bool:
-    """Whether the daemon mixes answers to prompts of `data` into what was served."""
-    return config.online.anchor_fraction > 0 or config.online.gate.anchors > 0
+def reads_anchors(config: Config, teacher: str) -> bool:
+    """Whether the daemon mixes answers to prompts of `data` into what was served, by `teacher`."""
+    options = config.online
+    return options.teacher == teacher and bool(options.anchor_fraction or options.gate.anchors)
 
 
-def samples_anchors(config: Config) -> bool:
-    return reads_anchors(config) and config.online.teacher == "target"
-
-
-def with_stored_anchors(config: Config) -> list[Config]:
-    """The texts of the target with as many scores as the buffer stores, where they teach."""
-    if not reads_anchors(config) or config.online.teacher == "target":
+def stored_anchors(config: Config) -> list[Config]:
+    """Where stored scores teach: the target's texts with as many of them as the buffer has."""
+    if not reads_anchors(config, "stored"):
         return []
-    options = replace(config.generate, top_k=config.online.buffer.top_k)
-    return [replace(config, source=replace(config.source, name="target"), generate=options)]
+    generate = replace(config.generate, top_k=config.online.buffer.top_k)
+    return [replace(config, source=replace(config.source, name="target"), generate=generate)]
 
 
-def is_judged(config: Config) -> bool:
-    """Whether the drafter has been evaluated."""
-    return (plan(EVALUATE, config).folder / SUMMARY).is_file()
+# How long texts and answers may be, by the contexts of the two models, before any is loaded
+
+
+def shared_context(config: Config) -> int:
+    """The context of the target or of the draft, whichever is smaller; nothing is loaded or made.
+
+    Raises ValueError naming the model that is not there.
+    """
+    target, draft = config.target, config.draft
+    whole = context_of(model_config(target))
+    if draft.path is not None:
+        return min(whole, context_of(model_config(draft)))
+    of_target = draft.is_head or draft.shrink.layers
+    return whole if of_target else min(whole, CONTEXT)
+
+
+def lengths_of(config: Config) -> Lengths:
+    """How long rows may be, for both models."""
+    return lengths_within(shared_context(config), config.data)
+
+
+def answer_tokens(config: Config) -> int:
+    """`evaluate.max_new_tokens`, or what the context leaves behind the longest prompt."""
+    longest = config.data.prompt_tokens
+    if config.data.path != CORPUS:  # which has no chats and no prompts
+        longest = max(longest, lengths_of(config).prompt)
+    return min(config.evaluate.max_new_tokens, shared_context(config) - longest)
 
 
 # Where an engine answers, and to how many at a time, is no part of what it answers.
@@ -106,7 +126,7 @@ PREPARE = Stage(
     name="prepare",
     reads=("seed", "data", "draft.pretrain", "draft.shrink"),
     derived={"draft.head": head_settings},
-    inputs=(TEXTS, TARGET_MODEL, GENERATE.where(keeps_ids_of_rollouts)),
+    inputs=(TEXTS, TARGET_MODEL, GENERATE.where(counts_rollouts)),
     product="draft",
     shared=True,
 )
@@ -171,7 +191,8 @@ TRAIN = Stage(
     command="distill",
     scratch=(CHECKPOINT, BEST),
 )
-JUDGED = (*PAIR_AND_TEXT, TRAIN.where(judges_trained))
+TRAINED = TRAIN.where(lambda config: config.evaluate.draft == "trained")
+JUDGED = (*PAIR_AND_TEXT, TRAINED)
 EVALUATE = Stage(
     name="evaluate",
     reads=("seed", "data", "sampling", "decode", "evaluate"),
@@ -192,8 +213,8 @@ EXPORT = Stage(
     reads=("export", "sampling", "decode.gamma"),
     inputs=(
         *(TARGET_MODEL, DRAFT_MODEL),
-        TRAIN.where(judges_trained),
-        EVALUATE.where(is_judged),
+        TRAINED,
+        EVALUATE.where(lambda config: (plan(EVALUATE, config).folder / SUMMARY).is_file()),
     ),
     version=3,
 )
@@ -228,8 +249,8 @@ SERVE = Stage(
     ),
 )
 ANCHORS = (
-    GENERATE.where(samples_anchors),
-    CONTEXTS.where(samples_anchors),
-    SCORES.under(with_stored_anchors),
+    GENERATE.where(lambda config: reads_anchors(config, "target")),
+    CONTEXTS.where(lambda config: reads_anchors(config, "target")),
+    SCORES.under(stored_anchors),
 )
 ONLINE = Stage(name="online", inputs=(TARGET_MODEL, DRAFT_MODEL, *ANCHORS))

@@ -2,23 +2,27 @@
 
 The address of a product is a fingerprint of the settings that its stage reads and of its inputs'
 addresses, as in Nix; what the user names has a checksum of its content for an address. So all is
-known before anything is made. Planning loads no model and writes nothing but remembered checksums,
-which may be deleted.
+known before anything is made. Planning loads no model and writes nothing but remembered checksums:
+a local file or folder is read once, and known by path, inode, size and times from then on.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from draftkit.artifacts import fingerprint, read_json
-from draftkit.config import Config, flatten
-
-from .checksums import digest_of_model
+from draftkit.artifacts import fingerprint, locked, read_json, remembered, sha256_file
+from draftkit.config import Config, DataConfig, ModelConfig, flatten
+from draftkit.models.files import address_of, files_of_model, model_sha256
+from draftkit.models.gguf_files import VERSION as GGUF_VERSION
+from draftkit.models.gguf_files import convert, file_named
+from draftkit.models.loading import check_folder
 
 MANIFEST, SUMMARY = "manifest.json", "summary.json"
 VERSION = "draftkit's version of the stage"
+MEMORY = Path("shared") / "checksums.json"  # below the root: remembered checksums
+Model = TypeVar("Model", bound=ModelConfig)
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,18 +159,16 @@ class Product:
         return [one for one in made if shared or not one.stage.shared]
 
 
-def is_below(key: str, section: str) -> bool:
-    """Whether the dotted `key` is `section` or lies in it."""
-    return key == section or key.startswith(f"{section}.")
-
-
 def plan(stage: Stage, config: Config) -> Product:
     """What `stage` makes under `config`, with all that it reads; nothing is made.
 
     Raises ValueError for settings that do not fit together, and for what is named and not there.
     """
-    flat = flatten(config).items()
-    settings = {k: v for k, v in flat if any(is_below(k, section) for section in stage.reads)}
+    settings = {
+        key: value
+        for key, value in flatten(config).items()
+        if any(f"{key}.".startswith(f"{section}.") for section in stage.reads)
+    }
     derived = {key: derive(config) for key, derive in stage.derived.items()}
     settings |= {key: value for key, value in derived.items() if value is not None}
     inputs = {}
@@ -174,20 +176,6 @@ def plan(stage: Stage, config: Config) -> Product:
         for number, product in enumerate(one.products(config), 1):
             inputs[one.name if number == 1 else f"{one.name} {number}"] = product
     return Product(config, stage, settings, inputs)
-
-
-def own_manifest(product: Product) -> dict[str, Any] | None:
-    """What the stage has recorded of its folder; None where it has to begin.
-
-    Raises ValueError naming a file, where another program or stage wrote it.
-    """
-    path = product.folder / MANIFEST
-    if not path.is_file():
-        return None
-    manifest = read_json(path)
-    if not isinstance(manifest, dict) or manifest.get("stage") != product.name:
-        raise foreign(product, MANIFEST)
-    return None if manifest.get("cleared") else manifest
 
 
 def foreign(product: Product, name: str) -> ValueError:
@@ -198,18 +186,28 @@ def foreign(product: Product, name: str) -> ValueError:
     )
 
 
-def stored_manifest(product: Product) -> dict[str, Any] | None:
-    """As `own_manifest`. Raises ValueError naming the keys, if the settings are other ones too."""
-    manifest = own_manifest(product)
-    if manifest is None:
+def stored_manifest(product: Product, *, overwrite: bool = False) -> dict[str, Any] | None:
+    """What the stage has recorded of its folder; None where it has to begin.
+
+    Raises ValueError naming a file that another program or stage wrote, and without `overwrite`
+    naming the keys of other settings.
+    """
+    path = product.folder / MANIFEST
+    if not path.is_file():
+        return None
+    manifest = read_json(path)
+    if not isinstance(manifest, dict) or manifest.get("stage") != product.name:
+        raise foreign(product, MANIFEST)
+    if manifest.get("cleared"):
         return None
     stored = manifest["settings"] | {VERSION: manifest["version"]}
     wanted = {**product.settings, VERSION: product.stage.version}
-    if differences := [
+    differences = [
         f"{key} was {stored.get(key)!r}, now {wanted.get(key)!r}"
         for key in {**wanted, **stored}
         if stored.get(key) != wanted.get(key)
-    ]:
+    ]
+    if differences and not overwrite:
         raise ValueError(
             f"{product.folder} was made with other settings ({'; '.join(differences)}): use "
             f"name=... for another experiment, or `draftkit {product.command} ..."
@@ -250,15 +248,10 @@ def complete_summary(product: Product) -> dict[str, Any] | None:
 def ordered(goals: Iterable[Product]) -> list[Product]:
     """The goals and all that stages make for them, each once, inputs first."""
     products: dict[Path, Product] = {}
-
-    def visit(product: Product) -> None:
-        if product.folder not in products:
-            for one in product.made():
-                visit(one)
-            products[product.folder] = product
-
     for goal in goals:
-        visit(goal)
+        if goal.folder not in products:
+            for one in (*ordered(goal.made()), goal):
+                products.setdefault(one.folder, one)
     return list(products.values())
 
 
@@ -291,11 +284,67 @@ def table(goals: Iterable[Product], to_do: Iterable[Product]) -> str:
     products, waiting = ordered(goals), {product.folder for product in to_do}
     width = max((len(product.name) for product in products), default=0)
 
-    def line(product: Product) -> str:
+    lines = []
+    for product in products:
         state = "complete" if (product.folder / SUMMARY).is_file() else "not needed"
         if product.folder in waiting:
             state = "to do"
         below = product.folder.relative_to(product.config.root)
-        return f"  {product.name:<{width}}  {state:<10}  {below}"
+        lines.append(f"  {product.name:<{width}}  {state:<10}  {below}")
+    return "\n".join(lines)
 
-    return "\n".join(map(line, products))
+
+# What the user names
+
+
+def digest_of_model(folder: Path, root: str, *, code: bool = False) -> str:
+    """The checksum of what loading reads of a model's folder, with `code` its modules too."""
+    files, checksum = files_of_model(folder, code=code), partial(model_sha256, code=code)
+    return remembered(folder, Path(root) / MEMORY, checksum, files)
+
+
+def address_of_model(model: ModelConfig, root: str) -> str:
+    """The checksum of the model that a section names; of the hub, its name and commit.
+
+    Raises ValueError naming the model's key where there is none.
+    """
+    check_folder(model)
+    folder = Path(model.location)
+    if folder.is_dir():
+        return digest_of_model(folder, root, code=model.trust_remote_code)
+    return address_of(model)
+
+
+def unpacked(model: Model, root: str) -> tuple[Model, str]:
+    """`model` as a folder where its path names a GGUF file, and a line about it where it does.
+
+    So no stage knows of such files. The folder lies in `<root>/shared/gguf`, by the file's content,
+    and is made once. Raises ValueError naming the model's key for a file that cannot be had or
+    read.
+    """
+    if not model.names_gguf:
+        return model, ""
+    key = model.key
+    file = file_named(str(model.path), key)
+    content = remembered(file, Path(root) / MEMORY, sha256_file, [file])
+    home = Path(root) / "shared" / "gguf" / fingerprint([GGUF_VERSION, content])
+    folder, line = home / file.stem, f"{key}.path {model.path}: read into {home / file.stem}"
+    with locked(home, wait=partial(print, flush=True)):
+        if not folder.is_dir():
+            line = f"{key}.path {model.path}: {convert(file, folder, key)}"
+    return replace(model, path=str(folder), revision=None), line
+
+
+def address_of_text(data: DataConfig, root: str) -> str:
+    """Of what `data` names: of a file its content, of a data set its name.
+
+    Raises ValueError for a missing file.
+    """
+    if data.name == "hub":
+        return fingerprint([data.path, data.subset, data.split])
+    path = data.file
+    if not path.is_file():
+        raise ValueError(f"data.path {path}: no such file")
+    if data.is_packaged:  # small, and a plan is to leave no trace
+        return sha256_file(path)
+    return remembered(path, Path(root) / MEMORY, sha256_file, [path])

@@ -73,32 +73,21 @@ def rankings(runs: Sequence[Run]) -> list[Ranking]:
 
 
 def ranking(runs: Sequence[Run], notes: list[str]) -> Ranking:
-    """Runs that answer one question, or cells of them, best first."""
-    cells = cells_of(runs)
-    if (seeds := len(cells[0])) > 1:
+    """Runs that answer one question, or seeds of them pooled, best first."""
+    made = pooled(runs)
+    if seeds := len(made[0].entries["alpha"].by_seed):
         notes.append(
             f"Means of {seeds} seeds, the lowest and the highest. Errors are those between seeds, "
-            f"taken as the same in all cells. Left out: {len(runs) - seeds * len(cells)} runs."
+            f"taken as the same in all cells. Left out: {len(runs) - seeds * len(made)} runs."
         )
     elif len({run.weights or run.name for run in runs}) > 1:
         notes.append(
             f"Errors between runs that were trained apart hold a deviation of {DEVIATION} in alpha "
             "for the seed of each."
         )
-    made = [pooled(cell) for cell in cells]
     measure, reason = _measure(made)
     made = _with_gaps(sorted(made, key=lambda run: -run.entries[measure].mean), notes)
-    alphas = [run.entries["alpha"] for run in made]
-    plain = [n for n, run in enumerate(made) if run.settings.get("divergence.name") == CONTROL]
-    control = max(plain, key=lambda number: alphas[number].mean, default=None)
-    if control is not None:
-        made = _with_gap(made, CONTROL, against(alphas, control))
     return Ranking(made, measure, [reason, *notes, *forecasts(made)])
-
-
-def _with_gap(runs: Sequence[Run], name: str, gaps: Sequence[Difference | None]) -> list[Run]:
-    pairs = zip(runs, gaps, strict=True)
-    return [replace(run, gaps=run.gaps | {name: gap} if gap else run.gaps) for run, gap in pairs]
 
 
 def forecasts(runs: Sequence[Run]) -> list[str]:
@@ -116,10 +105,11 @@ def forecasts(runs: Sequence[Run]) -> list[str]:
     return [f"Forecast of alpha by tokens of training: {', '.join(texts)} {most}; 80 % intervals."]
 
 
-def cells_of(runs: Sequence[Run]) -> list[list[Run]]:
-    """The runs that differ by their seed alone together, if all cells share two seeds or more.
+def pooled(runs: Sequence[Run]) -> list[Run]:
+    """The runs; those of a cell, which differ by their seed alone, as one, if all share two seeds.
 
-    Else each by itself: a cell of other seeds cannot be told from a better one.
+    That is the first of them, with means, the lowest and the highest of the shared seeds. Else each
+    by itself: a cell of other seeds cannot be told from a better one.
     """
     cells: dict[str, dict[str, Run]] = {}
     for run in runs:
@@ -128,20 +118,17 @@ def cells_of(runs: Sequence[Run]) -> list[list[Run]]:
         cells.setdefault(repr(sorted(own.items())), {}).setdefault(seed, run)
     seeds = sorted(set.intersection(*(set(cell) for cell in cells.values())))
     if len(seeds) < 2 or len(cells) < 2:
-        return [[run] for run in runs]
-    return [[cell[seed] for seed in seeds] for cell in cells.values()]
-
-
-def pooled(cell: Sequence[Run]) -> Run:
-    """A run; of the seeds of a cell the first, with means, the lowest and the highest of all."""
-    if len(cell) == 1:
-        return cell[0]
-    entries = {}
-    for name in MEASURES:
-        values = tuple(run.entries[name].mean for run in cell if name in run.entries)
-        if len(values) == len(cell):
-            entries[name] = Entry(fmean(values), min(values), max(values), by_seed=values)
-    return replace(cell[0], label=f"{cell[0].label} ({len(cell)} seeds)", entries=entries)
+        return [*runs]
+    made = []
+    for cell in cells.values():
+        some, entries = [cell[seed] for seed in seeds], {}
+        for name in MEASURES:
+            values = tuple(run.entries[name].mean for run in some if name in run.entries)
+            if len(values) == len(seeds):
+                entries[name] = Entry(fmean(values), min(values), max(values), by_seed=values)
+        label = f"{some[0].label} ({len(seeds)} seeds)"
+        made.append(replace(some[0], label=label, entries=entries))
+    return made
 
 
 def _measure(runs: Sequence[Run]) -> tuple[str, str]:
@@ -156,7 +143,11 @@ def _measure(runs: Sequence[Run]) -> tuple[str, str]:
 
 
 def _with_gaps(runs: list[Run], notes: list[str]) -> list[Run]:
-    """The runs with what can be compared with the first; notes tell of the rest."""
+    """The runs with their gaps to the first and, in alpha, to the best of plain training.
+
+    Notes tell of what cannot be compared.
+    """
+    made: dict[str, list[Difference | None]] = {}
     refused = {"speedup": differing(runs, *_CLOCK)}
     if len({run.gamma for run in runs}) > 1:
         refused["tau"] = ["numbers of proposals"]
@@ -165,11 +156,17 @@ def _with_gaps(runs: list[Run], notes: list[str]) -> list[Run]:
         if keys := refused.get(name):
             notes.append(f"No differences of {name}, since {_listed(keys)} differ.")
         elif len(entries) == len(runs):
-            gaps = against(entries, 0, compare)
-            runs = _with_gap(runs, name, gaps)
-            if any(gap and not gap.paired for gap in gaps):
+            made[name] = against(entries, 0, compare)
+            if any(gap and not gap.paired for gap in made[name]):
                 notes.append(f"Not all {name} are paired; the others are taken as independent.")
-    return runs
+    alphas = [run.entries["alpha"] for run in runs]
+    plain = [n for n, run in enumerate(runs) if run.settings.get("divergence.name") == CONTROL]
+    if plain:
+        made[CONTROL] = against(alphas, max(plain, key=lambda number: alphas[number].mean))
+    return [
+        replace(run, gaps={name: gap for name, gaps in made.items() if (gap := gaps[number])})
+        for number, run in enumerate(runs)
+    ]
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -128,25 +128,23 @@ def judged(
     return replace(run, temperature=f"{flat.get('temperature', 1):g}", entries=entries, **facts)
 
 
-def _weights(origin: Mapping[str, Any]) -> str:
-    inputs = origin.get("inputs", {})
-    return str(inputs.get(TRAIN, inputs.get("draft", "")))
-
-
-def _settings(config: Mapping[str, Any], origin: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings that may differ, the machine, and beginnings of checksums of target and text.
+def begun(name: str, config: Mapping[str, Any], origin: Mapping[str, Any], **facts: Any) -> Run:
+    """A run before it is judged: settings that may differ, the machine, beginnings of checksums.
 
     origin: `inputs` and `provenance`, as manifests hold them.
     """
     settings = {k: v for k, v in flatten(config).items() if k.split(".")[0] not in _NOT_SHOWN}
     inputs, hardware = origin.get("inputs", {}), origin.get("provenance", {}).get("hardware", {})
     settings |= {f"{key}.sha256": inputs[key][:12] for key in _CONTENT if key in inputs}
-    return settings | {f"machine.{key}": value for key, value in hardware.items()}
+    settings |= {f"machine.{key}": value for key, value in hardware.items()}
+    weights = str(inputs.get(TRAIN, inputs.get("draft", "")))
+    return Run(name=name, settings=settings, weights=weights, **facts)
 
 
 def read_run(folder: Path) -> list[Run]:
     """The experiment in `folder` at every temperature, or as far as it is finished."""
-    stages, trained, last = stages_of(folder), folder / TRAIN, folder / stages_of(folder)[-1]
+    stages, trained = stages_of(folder), folder / TRAIN
+    last = folder / stages[-1]
     paths = (last / PROMPTS, last / TIMING, last / SUMMARY, trained / SUMMARY)
     prompts, timing, summary, training = (read_json(one) if one.is_file() else {} for one in paths)
     config = last / CONFIG  # a kill may have left none
@@ -155,14 +153,13 @@ def read_run(folder: Path) -> list[Run]:
     tokens = {0: 0.0} | {one["step"]: one["total_tokens"] for one in lines if "total_tokens" in one}
     held_out = [one for one in lines if one["section"] == "validation" and one["step"] in tokens]
     done = [name for name in stages if (folder / name / SUMMARY).is_file()]
-    manifest = read_json(last / MANIFEST)
-    run = Run(
-        name=str(folder),
-        settings=_settings(settings, manifest),
+    run = begun(
+        str(folder),
+        settings,
+        read_json(last / MANIFEST),
         unfinished=[name for name in dict.fromkeys((*stages, EVALUATE)) if name not in done],
         minutes=training["seconds"] / 60 if "seconds" in training else None,
         curve=[(tokens[one["step"]], one["alpha"]) for one in held_out],
-        weights=_weights(manifest),
     )
     parts = summary.get("by_temperature", {}).items()
     return [
@@ -189,9 +186,8 @@ def read_remote(run: str) -> list[Run]:
     made = []
     for one in uploaded:
         unfinished = [EVALUATE] * (one.state != "finished")
-        settings = _settings(one.config, one.config)
         at = f"{REMOTE}{project}/{one.name}"
-        known = Run(at, settings, unfinished, weights=_weights(one.config))
+        known = begun(at, one.config, one.config, unfinished=unfinished)
         made.append(judged(known, dict(one.summary)))
     return made
 

@@ -5,12 +5,11 @@ does. Shared by the experiments with the same target, text and sampling, and wri
 kill costs one part.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from draftkit.config import Config
-from draftkit.data.rollouts import Record, read_parts, write_parts, write_records
+from draftkit.data.rollouts import read_parts, write_parts, write_records
 from draftkit.data.splits import read_splits
 from draftkit.distillation.progress import Countdown
 from draftkit.distillation.scores import SCORED_AT_ONCE, scored_by, texts_to_score
@@ -27,17 +26,6 @@ from .weights import gigabytes
 
 PART, PART_OF_STATES = 1024, 32  # texts of a file; of one with hidden states
 LOOKED_AT = 256  # texts by which the tokens of all are known before they are read
-
-
-def bytes_of_states(records: Sequence[Record], *, width: int) -> str:
-    """What hidden states of `width` numbers a token will take, in one line."""
-    some = records[:: max(1, len(records) // LOOKED_AT)]
-    tokens = sum(len(one.prompt_ids) + len(one.output_ids) for one in some)
-    tokens = round(tokens * len(records) / len(some))
-    return (
-        f"hidden states take about {gigabytes(2 * width * tokens)} on the disk: "
-        f"{2 * width:,} bytes for each of {tokens:,} tokens"
-    )
 
 
 def check(config: Config) -> None:
@@ -57,7 +45,13 @@ def scores(config: Config, folder: StageFolder) -> dict[str, Any]:
     target, layers = load_target(folder.model(config, "target"), config.hardware).adapter, ()
     if config.generate.hidden_states:
         layers = layers_read(config.draft.kind, layer_count(target.model.config))
-        folder.note(bytes_of_states(records, width=len(layers) * target.width))
+        some = records[:: max(1, len(records) // LOOKED_AT)]
+        tokens = sum(len(one.prompt_ids) + len(one.output_ids) for one in some)
+        tokens, size = round(tokens * len(records) / len(some)), 2 * len(layers) * target.width
+        folder.note(
+            f"hidden states take about {gigabytes(size * tokens)} on the disk: "
+            f"{size:,} bytes for each of {tokens:,} tokens"
+        )
     if config.limit is not None:
         records = records[: config.limit * SCORED_AT_ONCE]
     score = partial(

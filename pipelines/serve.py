@@ -13,7 +13,6 @@ import ipaddress
 import logging
 import os
 import signal
-import socket
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -25,14 +24,14 @@ import torch
 
 from draftkit.artifacts import locked
 from draftkit.config import Config
+from draftkit.data.splits import read_splits
 from draftkit.decoding.catalogue import proposer_of
 from draftkit.models.loading import Target, load_draft, load_target, model_config
 from draftkit.serving.drafters import Drafters, Route
 from draftkit.serving.engine import Engine
-from draftkit.serving.intake import Intake
+from draftkit.serving.intake import Intake, Texts
 from draftkit.serving.recorder import Recorder
 from draftkit.serving.server import DRAIN_SECONDS, Server, listen, make_app
-from draftkit.serving.texts import Texts
 
 from .command import run_command
 from .plan import SERVE
@@ -48,7 +47,6 @@ from .service import (
     service_folder,
 )
 from .stage import StageFolder, inputs_of, show_plan
-from .texts import training_ids
 
 KEY_VARIABLE = "DRAFTKIT_API_KEY"
 
@@ -59,16 +57,6 @@ def api_key() -> str | None:
     if key is not None and not key.strip():
         raise ValueError(f"{KEY_VARIABLE} is empty: unset it, or give it a key")
     return None if key is None else key.strip()
-
-
-def require_key(listening: socket.socket, host: str) -> None:
-    """Raise ValueError where others than this machine could reach a server that has no key."""
-    address = listening.getsockname()[0].partition("%")[0]
-    if not ipaddress.ip_address(address).is_loopback:
-        raise ValueError(
-            f"serve.host={host} is open to other machines and there is no key: set {KEY_VARIABLE},"
-            " or serve.host=127.0.0.1 behind a proxy that asks for one"
-        )
 
 
 def drafters_of(config: Config, made: StageFolder, target: Target) -> Drafters:
@@ -90,7 +78,7 @@ def drafters_of(config: Config, made: StageFolder, target: Target) -> Drafters:
         proposer = proposer_of(
             replace(decode, gamma=config.proposals),
             lambda: load_draft(draft, target),
-            lambda: training_ids(made.inputs["texts"]),
+            lambda: (example.token_ids for example in read_splits(made.inputs["texts"]).train),
             target.adapter,
         )
         proposer.version = "" if decode.has_drafter else decode.proposer
@@ -98,7 +86,7 @@ def drafters_of(config: Config, made: StageFolder, target: Target) -> Drafters:
     return Drafters(routes)
 
 
-def answered_at(address: Sequence[Any]) -> str:
+def url_of(address: Sequence[Any]) -> str:
     """The URL of a listening address."""
     host, port = address[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -117,8 +105,12 @@ def serve(config: Config) -> None:
     with ExitStack() as stack:
         # Before the models are loaded, lest that was in vain.
         listening = stack.enter_context(closing(listen(settings.host, settings.port)))
-        if key is None:
-            require_key(listening, settings.host)
+        address = listening.getsockname()
+        if key is None and not ipaddress.ip_address(address[0].partition("%")[0]).is_loopback:
+            raise ValueError(
+                f"serve.host={settings.host} is open to other machines and there is no key: set "
+                f"{KEY_VARIABLE}, or serve.host=127.0.0.1 behind a proxy that asks for one"
+            )
         # Of two, each would overwrite how busy the other says it is, which the daemon goes by.
         stack.enter_context(locked(service_folder(config) / SERVER))
         check_pair(config)
@@ -129,9 +121,9 @@ def serve(config: Config) -> None:
             clear_service(config, STATE)
         buffer = stack.enter_context(closing(buffer_of(config, fingerprints)))
         target = load_target(target_config, config.hardware)
-        decode: Any = partial(
-            target.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        # What a client reads: without special tokens, with all spaces.
+        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        decode: Any = partial(target.tokenizer.decode, **options)
         engine = Engine(
             target.adapter,
             drafters_of(config, made, target),
@@ -162,8 +154,7 @@ def serve(config: Config) -> None:
         gc.freeze()  # libraries and models: to look through them stops every thread for 0.2 s
         for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again at its end
             signal.signal(number, lambda *_: setattr(server, "should_exit", True))
-        address = answered_at(listening.getsockname())
-        print(f"serve: {intake.model_name} answers at {address}/v1", flush=True)
+        print(f"serve: {intake.model_name} answers at {url_of(address)}/v1", flush=True)
         server.run(sockets=[listening])
 
 

@@ -2,10 +2,9 @@
 
 import json
 import sys
-from dataclasses import MISSING, Field
+from dataclasses import MISSING
 from inspect import getdoc
 from textwrap import fill
-from typing import Any
 
 from draftkit.config import known_settings, limits, sections
 
@@ -23,29 +22,30 @@ def item(text: str, indent: str = "") -> str:
     return fill(f"{indent}- {text}", 80, subsequent_indent=f"{indent}  ", break_on_hyphens=False)
 
 
-def described(key: str, one: Field[Any]) -> list[str]:
-    """A setting, and below it its choices where each means something."""
-    default = one.default if one.default_factory is MISSING else one.default_factory()
-    rule = one.metadata["rule"]
-    named = rule.names if isinstance(rule.names, dict) else {}
-    typed = f"`{key}={default if isinstance(default, str) else json.dumps(default)}`"
-    whole = f"{typed}: {rule.says}" if named else f"{typed}, {limits(one)}: {rule.says}"
-    return [item(whole), *(item(f"`{name}`: {text}", "  ") for name, text in named.items())]
-
-
 def page(part: str = "") -> str:
-    """The settings with `part` in their name, by section, in 80 columns."""
+    """The settings with `part` in their name, by section, in 80 columns.
+
+    Below a setting stand its choices, where each means something.
+    """
     lines = [] if part else [HEAD]
     for section in sections():
-        own = {
-            key: one
+        own = [
+            (key, one)
             for key, one in known_settings().items()
             if part in key and key.rpartition(".")[0] == section.key
-        }
+        ]
         if own:
             about = fill(" ".join(str(getdoc(section)).split()), 80)
             lines += [f"## {section.key or 'The experiment'}", "", about, ""]
-            lines += [line for key, one in own.items() for line in described(key, one)] + [""]
+        for key, one in own:
+            default = one.default if one.default_factory is MISSING else one.default_factory()
+            rule = one.metadata["rule"]
+            named = rule.names if isinstance(rule.names, dict) else {}
+            typed = f"`{key}={default if isinstance(default, str) else json.dumps(default)}`"
+            bounds = "" if named else f", {limits(one)}"
+            lines.append(item(f"{typed}{bounds}: {rule.says}"))
+            lines += [item(f"`{name}`: {text}", "  ") for name, text in named.items()]
+        lines += [""] if own else []
     return "\n".join(lines)
 
 

@@ -37,7 +37,6 @@ from draftkit.models.devices import resolve_device
 from draftkit.models.memory import keep_freed_memory, reset_peak
 from draftkit.tracking import FILE_NAME, Tracker
 
-from .checksums import digest_of_model
 from .product import (
     MANIFEST,
     SUMMARY,
@@ -45,9 +44,9 @@ from .product import (
     Stage,
     changed_inputs,
     complete_summary,
+    digest_of_model,
     foreign,
     ordered,
-    own_manifest,
     pending,
     plan,
     stored_manifest,
@@ -95,13 +94,6 @@ def module_of(stage: Stage) -> Any:
     if isinstance(stage.code, str):
         return import_module(f".{stage.code or stage.name}", __package__)
     return stage.code
-
-
-def check(product: Product) -> None:
-    """Raise ValueError for what the stage can refuse before anything runs."""
-    refuse = getattr(module_of(product.stage), "check", None)
-    if refuse is not None:
-        refuse(product.config)
 
 
 def is_record(name: str) -> bool:
@@ -152,18 +144,26 @@ def show_plan(name: str, goals: Sequence[Product], redo: str = "") -> None:
         say(line)
 
 
+def announced(name: str, goals: Sequence[Product], redo: str = "") -> list[Product]:
+    """What is to do for `goals`, printed. ValueError for what can be refused before it runs."""
+    to_do = pending(goals, redo)
+    if to_do:
+        announce(name, goals, to_do)
+    for product in to_do:
+        refuse = getattr(module_of(product.stage), "check", None)
+        if refuse is not None:
+            refuse(product.config)
+    refuse_too_large(to_do)
+    return to_do
+
+
 def make_all(name: str, goals: Sequence[Product], *, redo: str = "", mine: str = "") -> bool:
     """Print the plan for `goals` and make what is missing or stale; whether anything was.
 
     `redo`: the command whose stages run in any case. `mine`: the command whose stages are refused,
     not waited for, where another process is making them.
     """
-    to_do = pending(goals, redo)
-    if to_do:
-        announce(name, goals, to_do)
-    for product in to_do:
-        check(product)
-    refuse_too_large(to_do)
+    to_do = announced(name, goals, redo)
     for product in to_do:
         overwrite = bool(redo) and product.command == redo
         make(product, overwrite=overwrite, wait=product.command != mine)
@@ -204,18 +204,14 @@ def make(product: Product, *, overwrite: bool = False, wait: bool = True) -> Non
         return
     if product.config.hardware.threads is not None:  # before the records name the machine
         torch.set_num_threads(product.config.hardware.threads)
-    if is_first():
-        _make_alone(product, overwrite=overwrite, wait=wait)
-    elif product.stage.everywhere:
-        agree(None)
-        _compute(product, Tracker(None))
-    else:
+    if not is_first():
+        if product.stage.everywhere:
+            agree(None)
+            _compute(product, Tracker(None))
+            return
         while complete_summary(product) is None:  # the launcher ends us if the first process fails
             time.sleep(POLL_SECONDS)
-
-
-def _make_alone(product: Product, *, overwrite: bool, wait: bool) -> None:
-    """Lock, claim and run; a refused run that has stored nothing leaves no folder."""
+        return
     path = product.folder
     with locked(path, wait=say if wait else None):
         if not overwrite and complete_summary(product) is not None:
@@ -224,7 +220,7 @@ def _make_alone(product: Product, *, overwrite: bool, wait: bool) -> None:
         say(f"{product.name}: {message or 'running'}")
         try:
             _run(product, stored)
-        except (ValueError, OSError):
+        except (ValueError, OSError):  # a refused run that has stored nothing leaves no folder
             if all(is_record(child.name) for child in path.iterdir()):
                 remove(path)
                 if not any(path.parent.iterdir()):
@@ -246,7 +242,7 @@ def _claim(product: Product, *, overwrite: bool) -> tuple[dict[str, Any] | None,
         if strangers:
             raise foreign(product, strangers[0])
         return None, ""
-    stored = own_manifest(product) if overwrite else stored_manifest(product)
+    stored = stored_manifest(product, overwrite=overwrite)
     if stored is None or overwrite:
         _clear(product)
         return None, f"redoing {path} (overwrite=true)" if overwrite else ""

@@ -4,19 +4,16 @@ The target's tokenizer reads it.
 """
 
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from draftkit.config import Config
 from draftkit.data.corpora import read_documents
 from draftkit.data.lengths import cut_line, reading_notes, shares_cut
-from draftkit.data.splits import Splits, make_splits, read_splits
+from draftkit.data.splits import Splits, make_splits
 from draftkit.models.loading import decoder_start, load_tokenizer
 
 from .command import main
-from .lengths import lengths_of, shared_context
-from .plan import TEXTS
+from .plan import TEXTS, lengths_of, shared_context
 from .stage import StageFolder
 
 UNLEARNED = ("answers_unused", "answers_weightless")
@@ -60,16 +57,6 @@ def check_answers(config: Config, splits: Splits) -> None:
     unlearned = Counter({name: splits.counts[name] for name in UNLEARNED})
     reason = "; ".join(reading_notes(unlearned)) or "the data hold prompts alone"
     raise ValueError(f"{key}=fixed: there is no answer to learn ({reason}): use target")
-
-
-def shares_of(folder: Path) -> dict[str, float]:
-    """What was cut and dropped of the rows in the complete `folder`, for other summaries."""
-    return shares_cut(read_splits(folder).counts)
-
-
-def training_ids(folder: Path) -> Iterator[list[int]]:
-    """Token ids of the training split in the complete `folder`, to be counted by proposers."""
-    return (example.token_ids for example in read_splits(folder).train)
 
 
 if __name__ == "__main__":

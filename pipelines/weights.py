@@ -52,7 +52,7 @@ def pair_shapes(config: Config) -> tuple[PreTrainedConfig, PreTrainedConfig]:
     return whole, fresh_config(draft.pretrain, whole, whole.get_text_config().vocab_size)
 
 
-def stage_bytes(config: Config, *, here: bool = True) -> dict[str, float]:
+def stage_bytes(config: Config, *, here: bool) -> dict[str, float]:
     """What weights, gradients and moments of each stage with models take at least.
 
     Not `here`: as on a card that computes in bfloat16.

@@ -7,12 +7,12 @@ import pytest
 import torch
 from huggingface_hub import constants
 
-import pipelines.checksums
+import pipelines.product
 from draftkit.config import Config, DataConfig, TargetConfig
 from draftkit.models.loading import save_model
 from draftkit.models.shrink import write_kept_ids
 from draftkit.tracking import Tracker
-from pipelines.checksums import address_of_model, address_of_text
+from pipelines.product import address_of_model, address_of_text
 from pipelines.stage import StageFolder
 from tests import tiny
 
@@ -35,7 +35,7 @@ def test_a_file_is_read_once_until_it_changes(
     path.write_text("{}")
     data = DataConfig(name="local", path=str(path))
     before = address_of_text(data, root)
-    monkeypatch.setattr(pipelines.checksums, "sha256_file", lambda path: "read again")
+    monkeypatch.setattr(pipelines.product, "sha256_file", lambda path: "read again")
     assert address_of_text(data, root) == before
     memory = tmp_path / "outputs" / "shared" / "checksums.json"
     for content in ("", "[]", "{"):  # deleted, or damaged: then it is read

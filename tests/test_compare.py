@@ -17,10 +17,9 @@ from rich.console import Console
 from draftkit.evaluation.intervals import estimate, speedup
 from draftkit.theory.acceptance import Rate
 from pipelines.command import run_command
-from pipelines.compare import compare, show
+from pipelines.compare import as_csv, compare, grid_tables, page_of, show
 from pipelines.rankings import Ranking, differing, rankings, recommendation
 from pipelines.runs import Run, expand, read_run, read_runs
-from pipelines.sheet import as_csv, grid_tables, page_of
 from tests.keys import missing_keys
 
 DOCUMENTS = 24

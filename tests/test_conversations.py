@@ -19,9 +19,8 @@ from draftkit.config import DataConfig, SamplingConfig, ServeConfig
 from draftkit.data.corpora import read_documents
 from draftkit.data.prompts import RowReader
 from draftkit.prompts import examples_of
-from draftkit.serving.intake import Intake
+from draftkit.serving.intake import Intake, Texts
 from draftkit.serving.protocol import ChatRequest
-from draftkit.serving.texts import Texts
 from tests.templates import SHAPES, shaped
 
 KINDS = [name for name in SHAPES if name != "r1"]  # it takes no arguments that are objects
@@ -131,8 +130,7 @@ def served(tokenizer: Fast, tools: Any, chats: list[Turns]) -> list[list[int]]:
         model_name="m",
     )
     bodies = [ChatRequest(model="m", messages=turns, max_tokens=1) for turns in chats]
-    replies = [intake.prepare(body, Headers()) for body in bodies]
-    return [reply.jobs[0].prompt_ids for reply in replies]
+    return [intake.prepare(body, Headers())[0].prompt_ids for body in bodies]
 
 
 @pytest.mark.parametrize("count", [8, pytest.param(150, marks=pytest.mark.soak)])

@@ -26,10 +26,9 @@ from draftkit.models import loading
 from draftkit.models.loading import load_draft, load_target, save_draft, save_model
 from draftkit.serving.drafters import same
 from pipelines.command import launch
-from pipelines.online import check_drafter
+from pipelines.online import check_drafter, watch
 from pipelines.plan import DISTILL, GENERATE, PREPARE, SERVE, TRAIN
 from pipelines.product import plan
-from pipelines.refitting import watch
 from pipelines.rollback import rollback
 from pipelines.serve import drafters_of
 from pipelines.service import registry_of, service_folder

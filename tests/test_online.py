@@ -21,9 +21,8 @@ from draftkit.tracking import read_metrics
 from pipelines.configuration import compose_config
 from pipelines.online import check_drafter
 from pipelines.plan import GENERATE
-from pipelines.refitting import daemon_folder
 from pipelines.rollback import rollback
-from pipelines.service import registry_of
+from pipelines.service import daemon_folder, registry_of
 from pipelines.stage import ensure
 from tests.launching import Forked
 from tests.services import buffer_of

@@ -19,7 +19,7 @@ from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.generation import DRAFT_ID, finish, make_requests
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.models.loading import load_draft, load_model, load_target, save_model
-from draftkit.serving.texts import Texts
+from draftkit.serving.intake import Texts
 from draftkit.theory.verification import Verifier
 from pipelines.command import launch
 from pipelines.plan import DISTILL, EVALUATE, EXPORT, PREPARE, TEXTS, TRAIN

@@ -14,7 +14,7 @@ from draftkit.models.loading import load_target, save_model
 from draftkit.online.registry import Registry
 from draftkit.serving.server import listen
 from pipelines.configuration import compose_config
-from pipelines.serve import KEY_VARIABLE, answered_at, api_key, serve
+from pipelines.serve import KEY_VARIABLE, api_key, serve, url_of
 from pipelines.service import service_folder
 from tests import tiny
 from tests.launching import Forked
@@ -166,5 +166,5 @@ def test_the_key_and_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     assert api_key() == "word"
     monkeypatch.delenv(KEY_VARIABLE)
     assert api_key() is None
-    assert answered_at(("127.0.0.1", 80)) == "http://127.0.0.1:80"
-    assert answered_at(("::1", 80, 0, 0)) == "http://[::1]:80"
+    assert url_of(("127.0.0.1", 80)) == "http://127.0.0.1:80"
+    assert url_of(("::1", 80, 0, 0)) == "http://[::1]:80"

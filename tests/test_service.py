@@ -16,10 +16,10 @@ from draftkit.models.compatibility import TARGET_SHA256
 from draftkit.online.buffer import Buffer
 from draftkit.online.registry import Version
 from pipelines.configuration import compose_config
-from pipelines.refitting import daemon, daemon_folder
+from pipelines.online import online
 from pipelines.rollback import rollback
 from pipelines.serve import serve
-from pipelines.service import checksums_of, registry_of, service_folder
+from pipelines.service import checksums_of, daemon_folder, registry_of, service_folder
 from tests.engines import making
 from tests.engines.heads import fitted
 from tests.online.traffic import entry, stored
@@ -30,7 +30,7 @@ FIXED = ["name=service", "serve.port=0", "hardware=cpu", "hardware.threads=1", "
 FIXED += ["decode.compile='false'", "optim.compile='false'", "serve.adapts=false"]
 FIXED += ["online.anchor_fraction=0", "online.gate.anchors=0"]
 KEYS = {name: name for name in OTHERS} | {"top_k": "online.buffer.top_k"}
-COMMANDS = {"serve": (serve, "refit"), "online": (daemon, "server")}  # and the role of the other
+COMMANDS = {"serve": (serve, "refit"), "online": (online, "server")}  # and the role of the other
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,7 @@ import pipelines.stage
 from draftkit.artifacts import read_json
 from draftkit.config import Config
 from pipelines.command import launch, main
-from pipelines.stage import StageFolder
-from tests.toy import CHECKPOINT, Toy, metrics, stage
+from tests.toy import CHECKPOINT, Toy, metrics, raising_at, stage
 
 ROOT = Path(__file__).resolve().parents[1]
 Command = Callable[..., tuple[int, str, str]]
@@ -132,24 +131,15 @@ def test_a_full_disk_is_one_line_and_the_same_command_goes_on_later(
 def test_an_error_of_the_stage_is_the_users_a_bug_keeps_its_traceback(
     command: Command, toy: Toy
 ) -> None:
-    def user_error(step: int) -> None:
-        raise ValueError("data.path: rows.jsonl\nis not a file")
-
-    def bug(step: int) -> None:
-        raise KeyError("weights")
-
-    def interrupt(step: int) -> None:
-        raise KeyboardInterrupt
-
-    toy.trouble = user_error
+    toy.trouble = raising_at(0, ValueError("data.path: rows.jsonl\nis not a file"))
     code, _, err = command()
     assert (code, err) == (2, "down: data.path: rows.jsonl is not a file\n")
-    toy.trouble = bug
+    toy.trouble = raising_at(0, KeyError("weights"))
     code, _, err = command()
     assert code == 1
     assert "Traceback" in err
     assert err.endswith("KeyError: 'weights'\n")
-    toy.trouble = interrupt
+    toy.trouble = raising_at(0, KeyboardInterrupt())
     code, _, err = command()
     assert code == 130
     assert "interrupted" in one_line(err)
@@ -207,13 +197,9 @@ def test_the_stage_sets_threads_and_seed(
     monkeypatch.setattr(torch, "set_num_threads", seen.append)
     monkeypatch.setattr(torch, "manual_seed", lambda seed: seen.append(seed))
 
-    def run(config: Config, folder: StageFolder) -> dict[str, int]:
-        return {}
-
-    config = Config(root=str(tmp_path), seed=5)
+    config = Config(root=str(tmp_path), seed=5, tracker="none")
     config.hardware.threads = 3
-    config.tracker = "none"
-    launch(stage("toy", run, reads=("seed",)), config)
+    launch(stage("toy", lambda config, folder: {}, reads=("seed",)), config)
     assert seen == [3, 5]
 
 
@@ -227,13 +213,6 @@ if __name__ == "__main__":
     toy.trouble = lambda step: Path(f"rank-{os.environ.get('RANK', 'alone')}").touch()
     main(toy.down)
 """
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> dict[str, str]:
-    (tmp_path / "toy_command.py").write_text(SCRIPT)
-    path = os.pathsep.join([str(ROOT), str(tmp_path)])
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
 def test_help_shows_how_the_command_is_used(command: Command, toy: Toy) -> None:
@@ -279,16 +258,21 @@ def test_experiments_of_ones_own_are_added_by_their_folder(
     )
 
 
-def test_a_distributed_launch_runs_all_ranks_and_the_first_one_writes(
-    tmp_path: Path, script: dict[str, str]
-) -> None:
+def test_a_distributed_launch_runs_all_ranks_and_the_first_one_writes(tmp_path: Path) -> None:
     """The launcher behind `accelerate launch --multi_gpu`, here on the CPU."""
+    (tmp_path / "toy_command.py").write_text(SCRIPT)
+    path = os.pathsep.join([str(ROOT), str(tmp_path)])
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     command = ["-m", "toy_command", "optim.max_steps=3", "tracker=none"]
     done = subprocess.run(
         [sys.executable, *launcher, *command],
         cwd=tmp_path,
-        env={**script, "ACCELERATE_USE_CPU": "true"},
+        env={
+            **os.environ,
+            "PYTHONPATH": path,
+            "OMP_NUM_THREADS": "1",
+            "ACCELERATE_USE_CPU": "true",
+        },
         capture_output=True,
         text=True,
         check=False,

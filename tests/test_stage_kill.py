@@ -15,17 +15,13 @@ import pipelines.stage
 from draftkit.artifacts import LOCK
 from draftkit.config import Config
 from pipelines.command import launch
-from tests.toy import Toy, result, with_steps
+from tests.toy import Toy, raising_at, result, with_steps
 
 TOUCHES = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree")
 
 
 def interrupted(toy: Toy, config: Config) -> None:
-    def interrupt(step: int) -> None:
-        if step == 3:
-            raise KeyboardInterrupt
-
-    toy.trouble = interrupt
+    toy.trouble = raising_at(3, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         launch(toy.down, config)
     toy.trouble = lambda step: None
@@ -97,8 +93,7 @@ def test_a_kill_at_any_moment_leaves_a_folder_that_the_next_launch_finishes(
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # a killed process loses no cache
     monkeypatch.setattr(pipelines.stage, "provenance", dict)
     root, before = tmp_path / "outputs", tmp_path / "before"
-    quiet = "none"
-    config = with_steps(Config(root=str(root), name="toy", tracker=quiet), 5)
+    config = with_steps(Config(root=str(root), name="toy", tracker="none"), 5)
     path = root / "toy" / "down"
     launch(Toy().down, config)
     expected = result(path)

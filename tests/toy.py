@@ -20,14 +20,19 @@ def with_steps(config: Config, steps: int) -> Config:
     return replace(config, optim=OptimConfig(max_steps=steps))
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    """A checkpoint of two files: half of one is worth nothing."""
-    return {name: read_json(path / name) for name in ("step", "weight")}
-
-
 def stage(name: str, run: Callable[[Config, StageFolder], Any], **options: Any) -> Stage:
     """A stage of one function, outside of any module."""
     return Stage(name=name, code=SimpleNamespace(**{name: run}), **options)
+
+
+def raising_at(when: int, error: BaseException) -> Callable[[int], None]:
+    """The trouble of a toy that ends in `error` at that step."""
+
+    def trouble(step: int) -> None:
+        if step == when:
+            raise error
+
+    return trouble
 
 
 class Toy:
@@ -49,8 +54,8 @@ class Toy:
 
     def _down(self, config: Config, folder: StageFolder) -> dict[str, Any]:
         path, state = folder.path / CHECKPOINT, {"step": 0, "weight": 0.0}
-        if path.is_dir():
-            state = read_checkpoint(path)
+        if path.is_dir():  # of two files: half of it is worth nothing
+            state = {name: read_json(path / name) for name in state}
         self.runs.append("resumed down" if state["step"] else "down")
         steps = config.optim.max_steps
         while state["step"] < steps:

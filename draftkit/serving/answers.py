@@ -3,6 +3,7 @@
 Knows no models, threads or HTTP: the engine makes these on its thread, others read them.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -42,7 +43,7 @@ class Job:
     route: str = DEFAULT_ROUTE
     conversation: str = ""  # of which it is a turn; empty: the prompt stands for itself
     records: bool = True  # False: the owner opted out, nothing of it may reach the disk
-    deadline: float | None = None  # time.monotonic() at which it ends as "timeout"
+    deadline: float = math.inf  # time.monotonic() at which it ends as "timeout"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,15 +139,14 @@ class Answer:
         stop_at = next(stops, None)
         text = self._stream.push(output[first:stop_at])
         for at, log_prob in enumerate(log_probs, first):
-            likeliest: Sequence[tuple[int, float]] = ()
+            likeliest: tuple[tuple[int, float], ...] = ()
             if top > 0:
-                ids = self.completion.topk_ids[at][:top]
-                values = self.completion.topk_log_probs[at][:top]
-                likeliest = list(zip(ids, values, strict=True))
-            self._held.append(TokenScore(output[at], log_prob, tuple(likeliest)))
+                ids, values = self.completion.topk_ids[at], self.completion.topk_log_probs[at]
+                likeliest = tuple(zip(ids[:top], values[:top], strict=True))
+            self._held.append(TokenScore(output[at], log_prob, likeliest))
         keep = None if stop_at is None else stop_at + 1
-        if (stop := self._stream.stop) is not None:
-            keep = max(stop.tokens, self._sent)
+        if self._stream.stop is not None:
+            keep = max(self._stream.stop.tokens, self._sent)
         if keep is not None:
             del output[keep:]
             del self._held[keep - self._sent :]

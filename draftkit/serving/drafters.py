@@ -23,7 +23,7 @@ from draftkit.decoding.proposers import Proposer
 from draftkit.models.adapter import by_name
 from draftkit.models.compatibility import check_same_architecture
 from draftkit.models.loading import model_config
-from draftkit.online.registry import Registry, Version
+from draftkit.online.registry import Registry
 
 POLL_SECONDS = 0.5  # how often a new version is looked for
 START = "start"  # the version of weights that no registry has published
@@ -49,29 +49,19 @@ class Route:
         self.proposer.version = self.proposer.version or START
 
 
-@dataclass
-class Offer:
-    """Weights that wait to be copied between two rounds."""
-
-    route: Route
-    version: str
-    weights: dict[str, Tensor]
-    previous: dict[str, Tensor]  # copies of what they replace
-
-
 class Drafters:
     """All routes, and the thread that follows their registries; see the module's docstring.
 
-    `wake` is called when weights wait for `install`. Methods marked so are for the thread that
-    decodes; the others for any.
+    Methods marked so are for the thread that decodes; the others for any.
     """
 
     def __init__(self, routes: Iterable[Route]) -> None:
         self.routes = {route.name: route for route in routes}
         self.swaps = self.refused = 0  # versions
         self.last_swap_seconds = 0.0  # for which the rounds waited
-        self.wake: Callable[[], None] = lambda: None
-        self._offer: Offer | None = None
+        # What waits to be copied between two rounds: the route, the version, its weights, and
+        # copies of what they replace.
+        self._offer: tuple[Route, str, dict[str, Tensor], dict[str, Tensor]] | None = None
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -85,19 +75,19 @@ class Drafters:
     @torch.no_grad()
     def install(self) -> None:
         """Copy the weights that wait, if any; rows in flight go on and stay exact."""
-        if (offer := self._offer) is None:
+        if self._offer is None:
             return
-        route, started, reason = offer.route, time.perf_counter(), ""
-        before = route.proposer.version
+        route, version, weights, previous = self._offer
+        before, started, reason = route.proposer.version, time.perf_counter(), ""
         try:
-            self._decoder.swap(route.name, offer.weights, offer.version)
-            if not same(route.proposer.weights(), offer.weights):
+            self._decoder.swap(route.name, weights, version)
+            if not same(route.proposer.weights(), weights):
                 reason = "its weights read back other than they were written"
         except Exception as error:  # whatever it is, the rounds go on with what was in force
             reason = f"it could not be copied: {error}"
         if reason:
-            self._decoder.swap(route.name, offer.previous, before)
-            self._refuse(route, offer.version, reason)
+            self._decoder.swap(route.name, previous, before)
+            self._refuse(route, version, reason)
         else:
             self.swaps += 1
         self.last_swap_seconds = time.perf_counter() - started
@@ -114,19 +104,24 @@ class Drafters:
         """The version in force on each route."""
         return {name: route.proposer.version for name, route in self.routes.items()}
 
-    def start(self) -> None:
-        """Follow the registries from now on; `install` must be called between rounds."""
-        self._thread = threading.Thread(target=self._watch, name="drafters", daemon=True)
+    def start(self, wake: Callable[[], None]) -> None:
+        """Follow the registries from now on; `install` must be called between rounds.
+
+        `wake` is called when weights wait for it.
+        """
+
+        def watch() -> None:
+            while not self._stopping.wait(POLL_SECONDS):
+                self.poll()
+
+        self._wake = wake
+        self._thread = threading.Thread(target=watch, name="drafters", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         self._stopping.set()
         if self._thread is not None:
             self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._stopping.wait(POLL_SECONDS):
-            self.poll()
 
     def poll(self) -> None:
         """Follow every registry, once, unless a version waits to be installed."""
@@ -141,30 +136,28 @@ class Drafters:
                     route.trouble = str(error)
 
     def _follow(self, route: Route, registry: Registry) -> None:
+        """Read and check the current version once: it waits for `install`, or is refused."""
         version = registry.current()
         if version is None or version.name == route.seen:
             return
         if version.name != route.proposer.version:
-            self._load(route, registry, version)
+            own = route.proposer.weights()
+            try:
+                given = registry.read(version)  # which looks at all checksums
+                if route.shape is not None:
+                    stored = model_config(DraftConfig(path=str(version.path)))
+                    check_same_architecture(route.shape, stored)
+                weights = fitted(own, given)
+            except ValueError as error:
+                self._refuse(route, version.name, str(error))
+            else:
+                previous = {name: tensor.clone() for name, tensor in own.items()}
+                self._offer = (route, version.name, weights, previous)
+                if self._thread is None:  # no other thread decodes
+                    self.install()
+                else:
+                    self._wake()
         route.seen = version.name
-
-    def _load(self, route: Route, registry: Registry, version: Version) -> None:
-        """Read and check `version`; what fits waits for `install`, the rest is refused."""
-        own = route.proposer.weights()
-        try:
-            given = registry.read(version)  # which looks at all checksums
-            if route.shape is not None:
-                stored = model_config(DraftConfig(path=str(version.path)))
-                check_same_architecture(route.shape, stored)
-            weights = fitted(own, given)
-        except ValueError as error:
-            return self._refuse(route, version.name, str(error))
-        previous = {name: tensor.clone() for name, tensor in own.items()}
-        self._offer = Offer(route, version.name, weights, previous)
-        if self._thread is None:  # no other thread decodes
-            self.install()
-        else:
-            self.wake()
 
     def _refuse(self, route: Route, version: str, reason: str) -> None:
         self.refused += 1

@@ -144,10 +144,6 @@ class Engine:
         counters.records_dropped = self.recorder.dropped
         return counters
 
-    def versions(self) -> dict[str, str]:
-        """The drafter version in force on each route."""
-        return self.drafters.versions()
-
     def healthy(self) -> bool:
         """Whether the thread lives, makes progress, and not every round fails."""
         alive = self._thread is not None and self._thread.is_alive()
@@ -165,8 +161,7 @@ class Engine:
         self._beat = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
-        self.drafters.wake = self._wake
-        self.drafters.start()
+        self.drafters.start(self._wake)
         self.recorder.start(self.counters)
 
     def drain(self, seconds: float) -> bool:
@@ -223,21 +218,22 @@ class Engine:
     def _step(self) -> None:
         """One round with all that comes before it; without rows, wait for some."""
         self.drafters.install()
-        self._end(self._due)
-        self._admit()
+        now = time.monotonic()
+        self._end(lambda answer: "cancelled" if answer.is_cancelled else None)
+        self._end(lambda answer: "timeout" if now >= answer.job.deadline else None)
+        # The longest waiting joins first; one to be echoed is the last of them, since to score its
+        # prompt takes a pass, for which all rows wait.
+        echoed = False
+        while self.decoder.free_slots and self._waiting and not echoed:
+            self._join(self._waiting[0])
+            with self._changed:  # only now, so that it is nowhere lost to view
+                echoed = self._waiting.popleft().job.echo is not None
         if self._running:
             return self._round()
         with self._changed:
             self._changed.notify_all()  # who drains waits for this
             if not self._waiting and not self._stopping and not self.drafters.waits:
                 self._changed.wait(IDLE_SECONDS)
-
-    def _due(self, answer: Answer) -> str | None:
-        """Why it ends before its time, if it does."""
-        if answer.is_cancelled:
-            return "cancelled"
-        deadline = answer.job.deadline
-        return "timeout" if deadline is not None and time.monotonic() >= deadline else None
 
     def _end(self, reason_of: Callable[[Answer], str | None]) -> None:
         """End the answers, waiting or running, that have a reason."""
@@ -250,17 +246,6 @@ class Engine:
         for slot, answer in [*self._running.items()]:
             if why := reason_of(answer):
                 self._leave(slot, answer.end(why))
-
-    def _admit(self) -> None:
-        """Let waiting jobs join, the longest waiting first; one to be echoed is the last of them.
-
-        To score its prompt takes a pass, for which all rows wait.
-        """
-        while self.decoder.free_slots and self._waiting:
-            self._join(self._waiting[0])
-            with self._changed:  # only now, so that it is nowhere lost to view
-                if self._waiting.popleft().job.echo is not None:
-                    return
 
     def _join(self, answer: Answer) -> None:
         """Give `answer` a slot, of which one must be free; it ends as "error" if that fails.
@@ -307,32 +292,29 @@ class Engine:
                 self._leave(slot, answer.end("error"))
 
     def _take(self, result: RoundResult) -> None:
-        """Bring a group's round to its answers."""
+        """Bring a group's round to its answers, and count it."""
         record({slot: self._running[slot].completion for slot in result.slots}, result)
         log_probs = result.target_log_probs.tolist()
         for row, slot in enumerate(result.slots):
             answer, version = self._running[slot], result.proposer_version
             scores = log_probs[row][: result.committed[row]]
             piece = answer.take(scores, version=version, done=result.done[row])
-            self._count(answer, result, row)
+            drafted, tested = result.lengths[row], result.tested[row]
+            accepted = answer.completion.steps[-1].accepted
+            with self._changed:
+                self._counters.drafts += drafted > 0
+                by_position = {i: int(i < accepted) for i in range(drafted)}
+                self._counters.accepted_per_position.update(by_position)
+                counts = self._counters.of(answer.drafter)
+                counts.rounds += 1
+                counts.drafted += drafted
+                counts.accepted += accepted
+                counts.tested += tested
+                counts.acceptance += sum(result.acceptance[row, :tested].tolist())
             if piece is not None and piece.finish_reason is None:
                 self._tell(answer, piece)
             elif piece is not None:
                 self._leave(slot, piece)
-
-    def _count(self, answer: Answer, result: RoundResult, row: int) -> None:
-        drafted, tested = result.lengths[row], result.tested[row]
-        accepted = answer.completion.steps[-1].accepted
-        with self._changed:
-            self._counters.drafts += drafted > 0
-            by_position = {i: int(i < accepted) for i in range(drafted)}
-            self._counters.accepted_per_position.update(by_position)
-            counts = self._counters.of(answer.drafter)
-            counts.rounds += 1
-            counts.drafted += drafted
-            counts.accepted += accepted
-            counts.tested += tested
-            counts.acceptance += sum(result.acceptance[row, :tested].tolist())
 
     def _leave(self, slot: int, piece: Piece) -> None:
         """Free the slot of an answer whose last piece this is."""

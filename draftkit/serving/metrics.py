@@ -95,7 +95,7 @@ class Metrics(Collector):
         alphas = {key: one.acceptance / one.tested for key, one in drafters.items() if one.tested}
         what = "Mean of sum_x min(p, q), if tested."
         yield self._family(GAUGE, "draftkit:alpha", what, alphas, "route", "version")
-        in_force = sorted(self._engine.versions().items())
+        in_force = sorted(self._engine.drafters.versions().items())
         versions = {(route,): {"version": version} for route, version in in_force}
         name = "draftkit:drafter_version"
         yield self._family(InfoMetricFamily, name, "In force.", versions, "route")

@@ -12,7 +12,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, replace
 
 from draftkit.config import BufferConfig
@@ -73,7 +73,9 @@ class Recorder:
     def _run(self) -> None:
         counted = maintained = -math.inf
         while not self._stopping.is_set():
-            self._write(self._gather())
+            if self._queue.qsize() < BATCH:
+                self._stopping.wait(GATHER_SECONDS)
+            self._write_batch()
             if time.monotonic() >= counted + TELL_SECONDS:
                 counted = time.monotonic()
                 self._write_counts()
@@ -82,30 +84,29 @@ class Recorder:
                 self._try(self._store.maintain)
         deadline = time.monotonic() + CLOSE_SECONDS
         while not self._queue.empty() and time.monotonic() < deadline:
-            self._write(self._gather())
+            self._write_batch()
         self._lost += self._queue.qsize()
         self._write_counts()
 
-    def _gather(self) -> list[Answer]:
-        """The next batch, perhaps empty."""
-        if self._queue.qsize() < BATCH:
-            self._stopping.wait(GATHER_SECONDS)
-        return [self._queue.get_nowait() for _ in range(min(BATCH, self._queue.qsize()))]
+    def _write_batch(self) -> None:
+        """Write the next answers of the queue, if there are any."""
+        batch = [self._queue.get_nowait() for _ in range(min(BATCH, self._queue.qsize()))]
 
-    def _write(self, batch: Sequence[Answer]) -> None:
         def append() -> None:
-            records = [record_of(answer, with_scores=self.top_k > 0) for answer in batch]
-            routes = [answer.job.route for answer in batch]
-            self._store.append(list(zip(routes, records, strict=True)))
+            scores = self.top_k > 0
+            self._store.append([(a.job.route, record_of(a, with_scores=scores)) for a in batch])
 
         if batch and not self._try(append):
             self._lost += len(batch)
 
     def _write_counts(self) -> None:
         """Store how busy the server is, and what has been counted since the last time."""
-        counters, written = self._counters(), self._written
-        drafters = counters.drafters.items()
-        rows = [since(now, written.get(key)) for key, now in drafters if now != written.get(key)]
+        counters, rows = self._counters(), []
+        for (route, version), now in counters.drafters.items():
+            before = self._written.get((route, version)) or Served(route=route, version=version)
+            if now != before:
+                came = {name: getattr(now, name) - getattr(before, name) for name in COUNTS[2:]}
+                rows.append(replace(now, **came))
         if rows and self._try(lambda: self._store.add_served(rows)):
             self._written = counters.drafters
         self._try(lambda: self._store.set_queued(counters.queued))
@@ -138,11 +139,3 @@ def record_of(answer: Answer, *, with_scores: bool) -> Record:
         document=job.conversation,
         **answer.completion.recorded(likeliest=with_scores, proposals=True),
     )
-
-
-def since(now: Served, before: Served | None) -> Served:
-    """What came to the counts of a drafter since `before`."""
-    if before is None:
-        return now
-    came = {name: getattr(now, name) - getattr(before, name) for name in COUNTS[2:]}
-    return replace(now, **came)

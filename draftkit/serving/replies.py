@@ -1,21 +1,46 @@
-"""What a client is told, in OpenAI's words: whole replies, chunks of a stream, usage.
+"""What a client is told, in OpenAI's words, and its way there: whole, or as server-sent events.
 
-JSON values made from the pieces of the engine; nothing here waits, sends or decides.
+`Reply` makes JSON values of the engine's pieces and waits for nothing. `Delivery` brings the pieces
+here: the engine calls a listener and must never wait, so they go through the event loop into a
+queue. Nothing is sent faster than it is read; a stream that leaves too much unread is dropped.
 """
 
+import asyncio
+import functools
+import math
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
-from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from draftkit.online.buffer import Served
 from draftkit.serving.answers import Job, Piece, TokenScore
-from draftkit.serving.protocol import ChatRequest, CompletionRequest, Json, StreamOptions
-from draftkit.serving.texts import Texts
+from draftkit.serving.engine import Engine
+from draftkit.serving.intake import Texts
+from draftkit.serving.metrics import Metrics
+from draftkit.serving.protocol import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    Json,
+    StreamOptions,
+    encode,
+)
 
 LEAST_LOG_PROB = -9999.0  # JSON knows no infinity; OpenAI's word for it
+BACKLOG = 512  # pieces of each choice of a stream, one a round, that may wait for its reader
+# Why an answer may end without being one: status, message, code.
+FAILURES = {
+    "timeout": (408, "the answer took longer than serve.request_seconds", "timeout"),
+    "cancelled": (503, "the server stops before the answer is complete", "cancelled"),
+    "error": (500, "the answer failed; other answers go on", "internal_error"),
+    "slow_reader": (408, "the stream was read too slowly", "slow_reader"),
+}
 
 
 def bounded(log_prob: float | None) -> float | None:
@@ -23,53 +48,24 @@ def bounded(log_prob: float | None) -> float | None:
     return None if log_prob is None else max(LEAST_LOG_PROB, log_prob)
 
 
-class Usage(BaseModel):
-    """Tokens that were read and written."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-
-class Speculative(BaseModel):
+def speculation(choices: Sequence[Served]) -> Json:
     """What speculation did for a response: the sum over its choices.
 
     acceptance_length: tokens for a pass of the target; alpha: mean of sum_x min(p, q) over the
     tested positions. Both are null where nothing was drafted.
     """
-
-    rounds: int
-    drafted: int
-    accepted: int
-    acceptance_length: float | None
-    alpha: float | None
-    drafter_version: str
-
-    @classmethod
-    def of(cls, choices: Sequence[Served]) -> "Speculative":
-        rounds, accepted, tested = (
-            sum(getattr(one, name) for one in choices) for name in ("rounds", "accepted", "tested")
-        )
-        return cls(
-            rounds=rounds,
-            drafted=sum(one.drafted for one in choices),
-            accepted=accepted,
-            acceptance_length=1 + accepted / rounds if rounds else None,
-            alpha=sum(one.acceptance for one in choices) / tested if tested else None,
-            drafter_version=", ".join(sorted({one.version for one in choices})),
-        )
-
-
-class ReplyBody(BaseModel):
-    """A reply, or a chunk of one that is streamed; what is not set is left out."""
-
-    id: str
-    created: int
-    model: str
-    object: str
-    choices: list[Json]
-    usage: Usage | None = None
-    speculative: Speculative | None = None
+    rounds, drafted, accepted, tested = (
+        sum(getattr(one, name) for one in choices)
+        for name in ("rounds", "drafted", "accepted", "tested")
+    )
+    return {
+        "rounds": rounds,
+        "drafted": drafted,
+        "accepted": accepted,
+        "acceptance_length": 1 + accepted / rounds if rounds else None,
+        "alpha": sum(one.acceptance for one in choices) / tested if tested else None,
+        "drafter_version": ", ".join(sorted({one.version for one in choices})),
+    }
 
 
 class Reply:
@@ -96,40 +92,38 @@ class Reply:
         self._written = sum(len(piece.scores) for some in pieces for piece in some)
         choices = [self._choice(index, some) for index, some in enumerate(pieces)]
         ends = [some[-1].speculation for some in pieces]
-        speculative = Speculative.of([end for end in ends if end is not None])
+        speculative = speculation([end for end in ends if end is not None])
         return self._body(choices, usage=self._usage(), speculative=speculative)
 
-    def opening(self) -> list[Json]:
-        """The chunks of a stream before its first text."""
-        if not self._is_chat:
-            return []
-        delta = {"delta": {"role": "assistant", "content": ""}}
-        ends = {"logprobs": None, "finish_reason": None}
-        return [self._body([{"index": i, **delta, **ends}]) for i in range(len(self.jobs))]
+    async def chunks(self, pieces: AsyncIterator[tuple[int, Piece]]) -> AsyncIterator[Json]:
+        """The chunks of a stream; the last one of a choice tells of its speculation.
 
-    def chunk(self, index: int, piece: Piece) -> Json:
-        """The next chunk of a stream; the last one of a choice tells of its speculation."""
-        self._written += len(piece.scores)
-        more: Json = {}
-        if self._options.include_usage and self._options.continuous_usage_stats:
-            more["usage"] = self._usage()  # of all choices so far
-        if piece.speculation is not None:
-            more["speculative"] = Speculative.of([piece.speculation])
-        return self._body([self._choice(index, [piece])], **more)
-
-    def closing(self) -> list[Json]:
-        """The chunk that tells the usage, where it is wanted."""
-        wanted = self._options.include_usage
-        return [self._body([], usage=self._usage())] if wanted else []
+        pieces: as they come, with the number of their choice.
+        """
+        if self._is_chat:
+            delta = {"delta": {"role": "assistant", "content": ""}}
+            ends = {"logprobs": None, "finish_reason": None}
+            for index in range(len(self.jobs)):
+                yield self._body([{"index": index, **delta, **ends}])
+        async for index, piece in pieces:
+            self._written += len(piece.scores)
+            more: Json = {}
+            if self._options.include_usage and self._options.continuous_usage_stats:
+                more["usage"] = self._usage()  # of all choices so far
+            if piece.speculation is not None:
+                more["speculative"] = speculation([piece.speculation])
+            yield self._body([self._choice(index, [piece])], **more)
+        if self._options.include_usage:
+            yield self._body([], usage=self._usage())
 
     def _body(self, choices: list[Json], **more: Any) -> Json:
         own: Json = {"id": self._name, "created": self._created, "model": self.request.model}
-        body = ReplyBody(**own, object=self._kind, choices=choices, **more)
-        return body.model_dump(exclude_unset=True)
+        return {**own, "object": self._kind, "choices": choices, **more}
 
-    def _usage(self) -> Usage:
+    def _usage(self) -> Json:
         read, written = self._read, self._written
-        return Usage(prompt_tokens=read, completion_tokens=written, total_tokens=read + written)
+        counts = {"prompt_tokens": read, "completion_tokens": written}
+        return {**counts, "total_tokens": read + written}
 
     def _choice(self, index: int, pieces: Sequence[Piece]) -> Json:
         text = "".join(piece.text for piece in pieces)
@@ -184,3 +178,119 @@ class Reply:
             for score in scores
         ]
         return {"content": content, "refusal": None}
+
+
+class Delivery:
+    """The answers to one request on their way to a client. Belongs to the running loop."""
+
+    def __init__(self, engine: Engine, reply: Reply, metrics: Metrics, *, began: float) -> None:
+        """Submit the jobs; raises what `engine.submit` raises.
+
+        `began`: when the request came, by time.monotonic().
+        """
+        self._reply, self._engine, self._metrics, self._began = reply, engine, metrics, began
+        self._last: dict[int, float] = {}  # time of each choice's last tokens
+        self._loop = asyncio.get_running_loop()
+        self._open = count = len(reply.jobs)  # choices that are not delivered yet
+        self._most = BACKLOG * count if reply.streams else math.inf
+        self._arrived: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()  # by number of the choice
+        listeners = [functools.partial(self._listen, index) for index in range(count)]
+        self._submitted = engine.submit(reply.jobs, listeners)
+
+    def _listen(self, index: int, piece: Piece) -> None:
+        """On the engine's thread. A loop that has closed delivers nothing any more."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._take, index, piece, time.monotonic())
+
+    def _take(self, index: int, piece: Piece, at: float) -> None:
+        if count := len(piece.scores):
+            before, self._last[index] = self._last.get(index), at
+            if before is None:
+                self._metrics.first_token.observe(at - self._began)
+            else:
+                for _ in range(count):
+                    self._metrics.between_tokens.observe((at - before) / count)
+        if piece.finish_reason is not None:
+            self._metrics.ended(piece.finish_reason)
+            self._metrics.whole.observe(at - self._began)
+        if (waiting := self._arrived.qsize()) == self._most:
+            self.cancel()
+            piece = Piece("", (), "slow_reader")  # whoever reads on meets this before later pieces
+        if waiting <= self._most:
+            self._arrived.put_nowait((index, piece))
+
+    def cancel(self) -> None:
+        """Free the rows of the jobs that have not ended."""
+        if self._open:
+            self._engine.cancel(self._submitted)
+
+    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+        """What comes, with the number of its choice, until every job has ended.
+
+        Raises ApiError where the reader fell behind, or an answer will not be completed.
+        """
+        while self._open:
+            index, piece = await self._arrived.get()
+            if piece.finish_reason in FAILURES:
+                status, message, code = FAILURES[piece.finish_reason]
+                # A client that at once asked for the same again would make the next one late.
+                headers = {"x-should-retry": "false"}
+                raise ApiError(message, status=status, code=code, headers=headers)
+            self._open -= piece.finish_reason is not None
+            yield index, piece
+
+    async def whole(self, request: Request) -> Response:
+        """All answers in one JSON value. Raises ApiError where one will not be completed.
+
+        A client that disconnects meanwhile frees its rows.
+        """
+
+        async def watch() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            self.cancel()
+
+        watching = asyncio.create_task(watch())
+        pieces: list[list[Piece]] = [[] for _ in self._reply.jobs]
+        try:
+            async for index, piece in self.pieces():
+                pieces[index].append(piece)
+        finally:
+            watching.cancel()
+            self.cancel()
+        # A long answer takes a while: not on the event loop.
+        content = await asyncio.to_thread(lambda: encode(self._reply.whole(pieces)))
+        return Response(content, media_type="application/json")
+
+    def stream(self) -> Response:
+        """The answers as events, sent as they come."""
+
+        async def events() -> AsyncIterator[bytes]:
+            try:
+                async for chunk in self._reply.chunks(self.pieces()):
+                    yield _event(chunk)
+            except ApiError as error:
+                yield _event(error.body)
+            yield b"data: [DONE]\n\n"
+
+        return _Events(events(), self.cancel)
+
+
+class _Events(StreamingResponse):
+    """A stream that calls `cancel` when it ends or its client leaves."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], cancel: Callable[[], None]) -> None:
+        super().__init__(events, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self._cancel = cancel
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._cancel()
+
+
+def _event(content: Any) -> bytes:
+    return b"data: " + encode(content) + b"\n\n"

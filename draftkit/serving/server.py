@@ -4,7 +4,7 @@ The routes, the door before them (the key or the host, the kind and size of a bo
 with limits and an end that lets begun answers end. Every error is told in OpenAI's form with one
 line of reason, and nothing is logged of requests. Clients that send headers or bodies in drops, or
 hold connections open, are the proxy's in front (docs/online.md). This module decodes nothing:
-requests become jobs in `intake`, and pieces become answers in `delivery`.
+requests become jobs in `intake`, and pieces become answers in `replies`.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import ipaddress
 import logging
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import uvicorn
@@ -25,7 +25,6 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from draftkit.serving.answers import Draining, QueueFull
-from draftkit.serving.delivery import Delivery
 from draftkit.serving.engine import Engine
 from draftkit.serving.intake import Intake, no_model
 from draftkit.serving.metrics import CONTENT_TYPE, Metrics
@@ -37,6 +36,7 @@ from draftkit.serving.protocol import (
     explain,
     json_response,
 )
+from draftkit.serving.replies import Delivery, Reply
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MAX_BODY_BYTES = 4_000_000
@@ -52,7 +52,7 @@ CLOSING_SECONDS = 5  # for the last answers to be sent, after the engine has dra
 
 def make_app(engine: Engine, intake: Intake, *, key: str | None) -> FastAPI:
     """The server's app. `key`: without it nothing but `/health` answers; None: there is none."""
-    metrics = Metrics(engine, intake.model_name)
+    metrics, model_name = Metrics(engine, intake.model_name), intake.model_name
     app = FastAPI(
         title="draftkit",
         docs_url=None,  # these pages load scripts from afar
@@ -61,13 +61,14 @@ def make_app(engine: Engine, intake: Intake, *, key: str | None) -> FastAPI:
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     app.add_middleware(Limits, key=key, host=intake.settings.host)
-    _add_information(app, engine, intake.model_name, metrics)
-    _add_errors(app)
+    for kind in (HTTPException, RequestValidationError, QueueFull, Draining, Exception):
+        app.add_exception_handler(kind, refused)
 
     async def answer(body: CompletionRequest | ChatRequest, request: Request) -> Response:
         began = time.monotonic()
         # Encoding long texts takes a while: not on the event loop.
-        reply = await asyncio.to_thread(intake.prepare, body, request.headers)
+        jobs = await asyncio.to_thread(intake.prepare, body, request.headers)
+        reply = Reply(body, jobs, intake.texts)
         delivery = Delivery(engine, reply, metrics, began=began)
         return delivery.stream() if reply.streams else await delivery.whole(request)
 
@@ -81,10 +82,6 @@ def make_app(engine: Engine, intake: Intake, *, key: str | None) -> FastAPI:
         """Answer in a conversation."""
         return await answer(body, request)
 
-    return app
-
-
-def _add_information(app: FastAPI, engine: Engine, model_name: str, metrics: Metrics) -> None:
     model = {"id": model_name, "object": "model", "created": int(time.time())}
     model |= {"owned_by": "draftkit", "max_model_len": engine.max_length, "root": model_name}
 
@@ -114,43 +111,31 @@ def _add_information(app: FastAPI, engine: Engine, model_name: str, metrics: Met
         """For Prometheus."""
         return Response(metrics.render(), media_type=CONTENT_TYPE)
 
+    return app
 
-def _add_errors(app: FastAPI) -> None:
-    bodies = {COMPLETIONS: CompletionRequest, CHAT: ChatRequest}
 
-    @app.exception_handler(ApiError)
-    async def refused(_: Request, error: ApiError) -> Response:
+async def refused(request: Request, error: Exception) -> Response:
+    """What is told of an error, in OpenAI's form."""
+    if isinstance(error, ApiError):
         return error.response
-
-    @app.exception_handler(QueueFull)
-    async def full(_: Request, error: QueueFull) -> Response:
-        retry = {"retry-after": "1"}
-        return ApiError(str(error), status=429, code="queue_full", headers=retry).response
-
-    @app.exception_handler(Draining)
-    async def draining(_: Request, error: Draining) -> Response:
-        retry = {"retry-after": "5"}
-        return ApiError(str(error), status=503, code="draining", headers=retry).response
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return explain(error.errors(), bodies[request.scope["path"]]).response
-
-    @app.exception_handler(HTTPException)
-    async def http(request: Request, error: HTTPException) -> Response:
-        path, status = request.scope["path"][:SHOWN], error.status_code
+    message, status, code = "an error of the server: its log says which", 500, "internal_error"
+    headers: Mapping[str, str] | None = None
+    if isinstance(error, RequestValidationError):
+        is_chat = request.scope["path"] == CHAT
+        return explain(error.errors(), ChatRequest if is_chat else CompletionRequest).response
+    if isinstance(error, QueueFull):
+        message, status, code, headers = str(error), 429, "queue_full", {"retry-after": "1"}
+    elif isinstance(error, Draining):
+        message, status, code, headers = str(error), 503, "draining", {"retry-after": "5"}
+    elif isinstance(error, HTTPException):
+        path, status, code, headers = request.scope["path"], error.status_code, None, error.headers
         messages = {
             400: "the body is no JSON in UTF-8",
-            404: f"there is nothing at {path!r}",
-            405: f"{request.method} is not possible at {path!r}",
+            404: f"there is nothing at {path[:SHOWN]!r}",
+            405: f"{request.method} is not possible at {path[:SHOWN]!r}",
         }
         message = messages.get(status, str(error.detail))
-        return ApiError(message, status=status, headers=error.headers).response
-
-    @app.exception_handler(Exception)
-    async def broken(_: Request, __: Exception) -> Response:
-        message = "an error of the server: its log says which"
-        return ApiError(message, status=500, code="internal_error").response
+    return ApiError(message, status=status, code=code, headers=headers).response
 
 
 # The door
@@ -204,19 +189,18 @@ class Limits:
         return await self._app(scope, counted, send)
 
     def _check_caller(self, headers: Headers) -> None:
-        if self._key is None:
-            return self._check_host(headers.get("host", ""))
-        kind, _, word = headers.get("authorization", "").partition(" ")
-        is_right = hmac.compare_digest(word.strip().encode("latin-1"), self._key)
-        if kind.lower() != "bearer" or not is_right:
-            raise ApiError(
-                "the API key is missing or wrong: send Authorization: Bearer KEY",
-                status=401,
-                code="invalid_api_key",
-                headers={"www-authenticate": "Bearer"},
-            )
-
-    def _check_host(self, given: str) -> None:
+        if self._key is not None:
+            kind, _, word = headers.get("authorization", "").partition(" ")
+            is_right = hmac.compare_digest(word.strip().encode("latin-1"), self._key)
+            if kind.lower() != "bearer" or not is_right:
+                raise ApiError(
+                    "the API key is missing or wrong: send Authorization: Bearer KEY",
+                    status=401,
+                    code="invalid_api_key",
+                    headers={"www-authenticate": "Bearer"},
+                )
+            return
+        given = headers.get("host", "")
         host = given[1:].partition("]")[0] if given.startswith("[") else given.partition(":")[0]
         host = host.lower().removesuffix(".")
         try:

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -190,4 +189,5 @@ def run(words: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    guarded("kinds", partial(run, sys.argv[1:]))
+    with guarded("kinds"):
+        run(sys.argv[1:])

@@ -28,11 +28,10 @@ from draftkit.endpoint import COMPLETIONS, Endpoint
 from draftkit.serving.intake import ROUTE_HEADER
 
 from ..command import main
-from ..online import check_drafter
+from ..online import check_drafter, online
 from ..plan import ANCHORS, PAIR_AND_TEXT, ROLLOUTS
 from ..prepare import check_pair
 from ..product import MANIFEST, SUMMARY, Stage, plan
-from ..refitting import daemon
 from ..serve import serve
 from ..service import (
     BUFFER,
@@ -88,20 +87,28 @@ def serve_and_refit(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Run both from an empty service folder, load them, and tell what each version did."""
     requests = requests_of(config, folder.inputs["texts"])
     clear_service(config, SERVER, STATE)
-    serving = replace(config.serve, host="127.0.0.1", port=free_port("127.0.0.1"))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        serving = replace(config.serve, host="127.0.0.1", port=probe.getsockname()[1])
     both = replace(config, serve=serving, overwrite=False)
     endpoint = Endpoint("serve", f"http://127.0.0.1:{serving.port}", retries=CONNECTS)
     with running(serve, both) as server, endpoint:
         name = endpoint.model()["id"]
-        with running(daemon, both) as refitting:
+        with running(online, both) as refitting:
             load = ask(endpoint, name, requests)
             alive = {"server": server.is_alive(), "daemon": refitting.is_alive()}
-    rows = served_rows(both, folder)
-    for row in rows:
-        drafted = ", nothing drafted"
-        if row["alpha"] is not None:
-            drafted = f", alpha {row['alpha']:.3f}, tau {row['acceptance_length']:.2f}"
-        folder.note(f"{row['route']}/{row['version']}: {row['requests']} answers{drafted}")
+    buffer, rows = buffer_of(both, checksums_of(both, folder)), []
+    for route in both.online.routes:
+        for one in buffer.served(route):  # what each version has served
+            tau = one.tokens / one.rounds if one.rounds else None
+            alpha = one.acceptance / one.tested if one.tested else None
+            row = {"route": route, "version": one.version, "requests": one.requests}
+            rows.append({**row, "tokens": one.tokens, "acceptance_length": tau, "alpha": alpha})
+            drafted = ", nothing drafted"
+            if alpha is not None:
+                drafted = f", alpha {alpha:.3f}, tau {tau:.2f}"
+            folder.note(f"{route}/{one.version}: {one.requests} answers{drafted}")
+    buffer.close()
     path = daemon_folder(both) / SUMMARY
     updates = read_json(path) if path.exists() else {}
     return {**updates, **load, "alive": alive, "served": rows}
@@ -140,33 +147,7 @@ def ask(
     }
 
 
-def served_rows(config: Config, folder: StageFolder) -> list[dict[str, Any]]:
-    """What each version of each route has served, by the buffer's counts."""
-    buffer = buffer_of(config, checksums_of(config, folder))
-    rows = [
-        {
-            "route": route,
-            "version": served.version,
-            "requests": served.requests,
-            "tokens": served.tokens,
-            "acceptance_length": served.tokens / served.rounds if served.rounds else None,
-            "alpha": served.acceptance / served.tested if served.tested else None,
-        }
-        for route in config.online.routes
-        for served in buffer.served(route)
-    ]
-    buffer.close()
-    return rows
-
-
 # Processes
-
-
-def free_port(host: str) -> int:
-    """A port that nobody uses."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

@@ -16,8 +16,7 @@ from pipelines.experiments.kinds import (
     run,
     tables,
 )
-from pipelines.lengths import lengths_of
-from pipelines.plan import GENERATE
+from pipelines.plan import GENERATE, lengths_of
 from pipelines.product import plan
 from tests import tiny
 

@@ -28,9 +28,8 @@ from pipelines.experiments.serve_and_refit import (
 )
 from pipelines.plan import TEXTS
 from pipelines.product import plan
-from pipelines.refitting import daemon_folder
 from pipelines.serve import serve
-from pipelines.service import registry_of
+from pipelines.service import daemon_folder, registry_of
 from pipelines.stage import ensure
 from tests.online.traffic import entry, stored
 from tests.pairs import paths, save_pairs

@@ -267,7 +267,7 @@ def test_a_command_reads_a_file_once_and_its_stages_see_a_folder(
     assert (folder.name, folder.parents[1]) == ("named", tmp_path / "out" / "shared" / "gguf")
     assert load_file(folder / "model.safetensors").keys()
     assert capsys.readouterr().out.count("read once into") == 1
-    monkeypatch.setattr("pipelines.checksums.convert", None)  # never called again
+    monkeypatch.setattr("pipelines.product.convert", None)  # never called again
     assert compose_config(words) == config
     with pytest.raises(ValueError, match=r"^target\.path .*: commands read a GGUF file into"):
         load_tokenizer(TargetConfig(path=str(path)))

@@ -9,7 +9,7 @@ import torch
 from draftkit.online import refit as refit_module
 from draftkit.online.refit import Anchors
 from draftkit.online.registry import Registry
-from pipelines.refitting import summary_of
+from pipelines.online import summary_of
 from tests.online import making
 from tests.online.shop import SETTINGS, Shop, entries, make_trainer
 

@@ -7,16 +7,16 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from draftkit.config import SamplingConfig, ServeConfig
 from draftkit.serving.answers import Answer, Counters, Draining, Job, Listener, QueueFull
-from draftkit.serving.intake import Intake
+from draftkit.serving.intake import Intake, Texts
 from draftkit.serving.protocol import TOP_LOGPROBS
 from draftkit.serving.server import Server, listen, make_app
-from draftkit.serving.texts import Texts
 from tests.tiny import VOCAB_SIZE, byte_tokenizer
 
 NAME = "tiny"
@@ -106,8 +106,9 @@ class FakeEngine:
     def counters(self) -> Counters:
         return replace(self.counts, queued=1, running=len(self.running))
 
-    def versions(self) -> dict[str, str]:
-        return {"default": "v000002"}
+    @property
+    def drafters(self) -> Any:
+        return SimpleNamespace(versions=lambda: {"default": "v000002"})
 
     def healthy(self) -> bool:
         return self.is_healthy

@@ -5,13 +5,12 @@ Every wait has a deadline; engines are stopped when their `with` ends.
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -104,11 +103,6 @@ def ask(engine: Engine, *jobs: Job) -> list[Client]:
 def answers(engine: Engine, *jobs: Job) -> list[Client]:
     """Submit `jobs` together and wait for them."""
     return [client.wait() for client in ask(engine, *jobs)]
-
-
-def same(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> bool:
-    """Whether every tensor of `own` holds exactly what is `given`."""
-    return all(torch.equal(tensor, given[name]) for name, tensor in own.items())
 
 
 def write(weights: dict[str, Tensor]) -> Callable[[Path], None]:

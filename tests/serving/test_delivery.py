@@ -10,13 +10,12 @@ import pytest
 from starlette.requests import Request
 
 from draftkit.config import SamplingConfig
-from draftkit.serving import delivery
+from draftkit.serving import replies
 from draftkit.serving.answers import Job, Listener, Piece, TokenScore
-from draftkit.serving.delivery import Delivery
+from draftkit.serving.intake import Texts
 from draftkit.serving.metrics import Metrics
 from draftkit.serving.protocol import ApiError, CompletionRequest
-from draftkit.serving.replies import Reply
-from draftkit.serving.texts import Texts
+from draftkit.serving.replies import Delivery, Reply
 from tests.serving.fakes import TOKENIZER, FakeEngine, chat_tokenizer, completion
 from tests.tiny import VOCAB_SIZE
 
@@ -62,7 +61,7 @@ def run(test: Callable[[Handed], Coroutine[Any, Any, None]]) -> Handed:
 
 
 def test_a_reader_that_falls_behind_loses_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivery, "BACKLOG", 3)
+    monkeypatch.setattr(replies, "BACKLOG", 3)
 
     async def test(engine: Handed) -> None:
         made = submitted(engine, 2)  # together 6
@@ -100,8 +99,8 @@ def test_a_whole_answer_has_no_bound_and_is_made_beside_the_loop(
         threads.append(threading.get_ident())
         return json.dumps(value).encode()
 
-    monkeypatch.setattr(delivery, "encode", encode)
-    monkeypatch.setattr(delivery, "BACKLOG", 3)
+    monkeypatch.setattr(replies, "encode", encode)
+    monkeypatch.setattr(replies, "BACKLOG", 3)
 
     async def test(engine: Handed) -> None:
         made = submitted(engine, streams=False)

@@ -1,6 +1,5 @@
 """Versions come into force between rounds, and are refused where they do not fit."""
 
-import copy
 import errno
 import os
 from pathlib import Path
@@ -12,17 +11,19 @@ from torch import Tensor
 from draftkit.artifacts import write_json
 from draftkit.config import DRAFTED_NAMES
 from draftkit.decoding.decoder import Decoder
-from draftkit.models.adapter import Adapter
 from draftkit.online.registry import Registry
 from draftkit.serving.answers import Job
 from draftkit.serving.drafters import START, Drafters, same
 from draftkit.serving.engine import Engine
 from tests import tiny
 from tests.serving.running import (
+    DRAFT,
     GREEDY,
+    TARGET,
     Client,
     answers,
     ask,
+    draft,
     job,
     publish,
     route_of,
@@ -31,14 +32,9 @@ from tests.serving.running import (
     write,
 )
 
-TARGET, DRAFT = tiny.pair()
 WEIGHTS = {name: tensor.clone() for name, tensor in DRAFT.weights().items()}
 EXACT = {name: tensor.clone() for name, tensor in TARGET.weights().items()}  # accepts all
 PROMPTS = tiny.prompts([5, 17, 9, 30])
-
-
-def draft() -> Adapter:
-    return copy.deepcopy(DRAFT)
 
 
 @pytest.fixture
@@ -57,12 +53,12 @@ def served(engine: Engine, count: int, **others: Any) -> list[str]:
 def test_a_version_comes_into_force_between_rounds_and_tags_what_it_drafts(
     proposer: str, registry: Registry
 ) -> None:
-    with serving(TARGET, draft, registries={"default": registry}, proposer=proposer) as engine:
-        assert engine.versions() == {"default": START}
+    with serving(registries={"default": registry}, proposer=proposer) as engine:
+        assert engine.drafters.versions() == {"default": START}
         assert served(engine, 2) == [START] * 2
         slow = answers(engine, job(PROMPTS[0], 10, sampling=GREEDY))[0]
         name = publish(registry, EXACT)
-        until(lambda: engine.versions()["default"] == name)
+        until(lambda: engine.drafters.versions()["default"] == name)
         fast = answers(engine, job(PROMPTS[0], 10, sampling=GREEDY))[0]
         assert fast.ids == slow.ids
         assert fast.speculation.version == name
@@ -76,7 +72,7 @@ def test_a_version_comes_into_force_between_rounds_and_tags_what_it_drafts(
 
 def test_without_a_drafter_answers_are_the_targets_and_there_is_nothing_to_follow() -> None:
     jobs = [job(prompt, 12, sampling=GREEDY) for prompt in PROMPTS]
-    with serving(TARGET, draft) as engine:
+    with serving() as engine:
         expected = [client.ids for client in answers(engine, *jobs)]
     for proposer in ("unigram", "bigram", "prompt_lookup", "ngram", "none"):
         with serving(TARGET, lambda: pytest.fail("loaded"), proposer=proposer) as engine:
@@ -85,7 +81,7 @@ def test_without_a_drafter_answers_are_the_targets_and_there_is_nothing_to_follo
 
 def test_a_row_in_flight_goes_on_with_the_new_weights(registry: Registry) -> None:
     long = job(PROMPTS[0], 60, sampling=GREEDY)
-    with serving(TARGET, draft, registries={"default": registry}, started=False) as engine:
+    with serving(registries={"default": registry}, started=False) as engine:
         alone, swapped = _stepped(engine, long), _stepped(engine, long, registry)
     assert swapped.ids == alone.ids
     assert swapped.speculation.version == "v000001"
@@ -121,13 +117,13 @@ def test_what_does_not_fit_is_refused_told_and_serving_goes_on(
     broken: Any, reason: str, registry: Registry, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = publish(registry, WEIGHTS)
-    with serving(TARGET, draft, registries={"default": registry}) as engine:
+    with serving(registries={"default": registry}) as engine:
         bad = registry.publish(broken, metrics={}).name
         until(lambda: engine.counters().refused_versions == 1)
         assert served(engine, 8) == [first] * 8
         assert same(engine.drafters.routes["default"].proposer.weights(), WEIGHTS)
         good = publish(registry, EXACT)
-        until(lambda: engine.versions()["default"] == good)
+        until(lambda: engine.drafters.versions()["default"] == good)
         assert engine.counters().refused_versions == 1  # once, however often it is looked at
         assert engine.healthy()
     assert f"version {bad} is refused, {first} goes on" in caplog.text
@@ -240,7 +236,7 @@ def test_weights_that_do_not_arrive_are_taken_back(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     first = publish(registry, WEIGHTS)
-    with serving(TARGET, draft, registries={"default": registry}) as engine:
+    with serving(registries={"default": registry}) as engine:
         breaks(engine, monkeypatch)
         publish(registry, EXACT)
         until(lambda: engine.counters().refused_versions == 1)
@@ -253,10 +249,10 @@ def test_weights_that_do_not_arrive_are_taken_back(
 
 def test_routes_have_their_own_drafters(tmp_path: Path) -> None:
     registries = {name: Registry(tmp_path, name) for name in ("default", "code")}
-    with serving(TARGET, draft, registries=registries) as engine:
+    with serving(registries=registries) as engine:
         name = publish(registries["code"], EXACT)
-        until(lambda: engine.versions()["code"] == name)
-        assert engine.versions() == {"default": START, "code": name}
+        until(lambda: engine.drafters.versions()["code"] == name)
+        assert engine.drafters.versions() == {"default": START, "code": name}
         assert served(engine, 2) == [START] * 2
         assert served(engine, 2, route="code") == [name] * 2
         assert set(engine.counters().drafters) == {("default", START), ("code", name)}

@@ -247,7 +247,7 @@ def test_an_error_between_rounds_ends_answers_and_not_the_engine(
 ) -> None:
     with serving() as engine:
         with monkeypatch.context() as patch:
-            patch.setattr(engine, "_admit", lambda: 1 / 0)
+            patch.setattr(engine.drafters, "install", lambda: 1 / 0)
             assert answers(engine, job(PROMPTS[0], 5))[0].reason == "error"
         assert answers(engine, job(PROMPTS[0], 5))[0].reason == "length"
         assert engine.healthy()

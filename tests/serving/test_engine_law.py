@@ -110,7 +110,7 @@ def serve_and_swap(folder: Path, count: int) -> int:
         holds(partial(sample, engine), target, count)
         with swapping(registry, draft):
             holds(partial(sample, engine), target, count)
-        until(lambda: engine.versions()["default"] == registry.names()[-1])
+        until(lambda: engine.drafters.versions()["default"] == registry.names()[-1])
         holds(partial(sample, engine), target, count)
         return engine.counters().swaps
 

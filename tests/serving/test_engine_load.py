@@ -75,7 +75,7 @@ def test_a_swap_holds_the_rounds_for_less_than_one_of_them(tmp_path: Path) -> No
         load.start()
         while load.is_alive():
             name = publish(registry, weights)
-            until(lambda name=name: engine.versions()["default"] == name)
+            until(lambda name=name: engine.drafters.versions()["default"] == name)
             swaps.append(engine.counters().last_swap_seconds)
         load.join()
     assert len(swaps) >= 20

@@ -8,10 +8,9 @@ from starlette.datastructures import Headers
 from draftkit.config import DataConfig, SamplingConfig, ServeConfig
 from draftkit.data.corpora import row_form
 from draftkit.data.messages import read_messages
-from draftkit.serving.intake import Intake, conversation_of
+from draftkit.serving.answers import Job
+from draftkit.serving.intake import Intake, Texts, conversation_of
 from draftkit.serving.protocol import ApiError, ChatRequest, CompletionRequest
-from draftkit.serving.replies import Reply
-from draftkit.serving.texts import Texts
 from tests.serving.fakes import chat, chat_tokenizer, completion
 from tests.tiny import VOCAB_SIZE, byte_tokenizer
 
@@ -30,18 +29,18 @@ def intake(texts: Texts = TEXTS, max_length: int = 40, **settings: Any) -> Intak
     )
 
 
-def complete(found: Intake, headers: Any = None, **rest: Any) -> Reply:
+def complete(found: Intake, headers: Any = None, **rest: Any) -> list[Job]:
     body = CompletionRequest.model_validate(completion(**rest))
     return found.prepare(body, Headers(headers))
 
 
-def converse(found: Intake, **rest: Any) -> Reply:
+def converse(found: Intake, **rest: Any) -> list[Job]:
     return found.prepare(ChatRequest.model_validate(chat(**rest)), Headers())
 
 
 def test_what_fits_exactly_is_taken() -> None:
-    assert len(complete(intake(), prompt="a" * 39, max_tokens=1).jobs) == 1
-    assert len(complete(intake(queue=4, slots=1), prompt=["a"] * 5).jobs) == 5
+    assert len(complete(intake(), prompt="a" * 39, max_tokens=1)) == 1
+    assert len(complete(intake(queue=4, slots=1), prompt=["a"] * 5)) == 5
 
 
 @pytest.mark.parametrize(
@@ -119,8 +118,8 @@ def test_a_template_is_given_all_that_a_message_holds(messages: list[dict[str, A
     )
     parsed = read_messages(messages)
     wanted = tokenizer.apply_chat_template(parsed, add_generation_prompt=True)["input_ids"]
-    reply = converse(intake(Texts(tokenizer, VOCAB_SIZE), 500), messages=messages)
-    assert reply.jobs[0].prompt_ids == wanted
+    jobs = converse(intake(Texts(tokenizer, VOCAB_SIZE), 500), messages=messages)
+    assert jobs[0].prompt_ids == wanted
     # What training reads of the same messages.
     row = row_form({"messages": messages}, DataConfig())
     assert row["messages"] == parsed
@@ -159,36 +158,29 @@ def test_whatever_a_template_raises_is_a_400() -> None:
     assert caught.value.detail.endswith(reason)
 
 
-def test_routes_and_recording() -> None:
-    plain = complete(intake()).jobs[0]
-    assert (plain.route, plain.records) == ("default", True)
-    named = complete(intake(), {"X-Draftkit-Route": "code", "X-Draftkit-Record": " No "}).jobs[0]
-    assert (named.route, named.records) == ("code", False)
-
-
 def test_what_follows_an_end_of_text_is_not_recorded() -> None:
-    assert not complete(intake(), {"X-Draftkit-Record": "yes"}, ignore_eos=True).jobs[0].records
-    assert complete(intake(), ignore_eos=False).jobs[0].records
-    assert not converse(intake(), ignore_eos=True, max_tokens=1).jobs[0].records
+    assert not complete(intake(), {"X-Draftkit-Record": "yes"}, ignore_eos=True)[0].records
+    assert complete(intake(), ignore_eos=False)[0].records
+    assert not converse(intake(), ignore_eos=True, max_tokens=1)[0].records
 
 
 def test_each_prompt_is_echoed_by_itself() -> None:
-    said = complete(intake(), prompt=["a", "bc"], n=2, echo=True).jobs
+    said = complete(intake(), prompt=["a", "bc"], n=2, echo=True)
     assert [job.echo for job in said] == ["a", "a", "bc", "bc"]
-    assert [job.echo for job in complete(intake(), prompt=[[1], [2]], echo=True).jobs] == ["", ""]
-    assert complete(intake(), prompt="a").jobs[0].echo is None
-    assert converse(intake(), max_tokens=1).jobs[0].echo is None
+    assert [job.echo for job in complete(intake(), prompt=[[1], [2]], echo=True)] == ["", ""]
+    assert complete(intake(), prompt="a")[0].echo is None
+    assert converse(intake(), max_tokens=1)[0].echo is None
     encodes = intake(Texts(chat_tokenizer(), VOCAB_SIZE, start=5))
     with pytest.raises(ApiError, match="echo: an encoder reads this model's prompts"):
         complete(encodes, echo=True)
 
 
 def test_one_no_among_several_suffices() -> None:
-    raw = [(b"x-draftkit-record", b"yes"), (b"x-draftkit-record", b"no")]
+    raw = [(b"x-draftkit-record", b"yes"), (b"x-draftkit-record", b" No ")]
     body = CompletionRequest.model_validate(completion())
     for headers in (raw, raw[::-1]):
-        taken = intake().prepare(body, Headers(raw=headers))
-        assert not taken.jobs[0].records
+        (taken,) = intake().prepare(body, Headers(raw=headers))
+        assert not taken.records
 
 
 def test_a_conversation_is_known_by_what_comes_before_its_first_answer() -> None:
@@ -199,7 +191,7 @@ def test_a_conversation_is_known_by_what_comes_before_its_first_answer() -> None
     assert conversation_of([system, first]) == conversation_of([system, first, *later])
     assert len({conversation_of([t]) for t in (system, first, other)}) == 3
     assert conversation_of([first]) != conversation_of([system, first])
-    (text,), (turn,) = complete(intake(), prompt="a").jobs, converse(intake(), max_tokens=1).jobs
+    (text,), (turn,) = complete(intake(), prompt="a"), converse(intake(), max_tokens=1)
     assert (text.conversation, text.continues) == ("", True)
     assert (turn.conversation, turn.continues) == (
         conversation_of([{**first, "content": "Hi"}]),

@@ -14,6 +14,7 @@ from draftkit.serving.protocol import (
     GenerationRequest,
     explain,
 )
+from tests.serving.fakes import chat, completion
 
 NAN, INFINITY = float("nan"), float("inf")
 SERVED = SamplingConfig(temperature=0.7, top_k=5, top_p=0.9, repetition_penalty=1.1)
@@ -25,14 +26,6 @@ def refusal(kind: type[GenerationRequest], body: Any) -> ApiError:
         kind.model_validate(body)
     errors: list[Any] = caught.value.errors()
     return explain([{**error, "loc": ("body", *error["loc"])} for error in errors], kind)
-
-
-def completion(**rest: Any) -> dict[str, Any]:
-    return {"model": "m", "prompt": "p", **rest}
-
-
-def chat(**rest: Any) -> dict[str, Any]:
-    return {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **rest}
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ import pytest
 from draftkit.config import SamplingConfig
 from draftkit.online.buffer import Served
 from draftkit.serving.answers import Job, Piece, TokenScore
+from draftkit.serving.intake import Texts
 from draftkit.serving.protocol import ChatRequest, CompletionRequest, Json, encode
-from draftkit.serving.replies import Reply, Speculative
-from draftkit.serving.texts import Texts
+from draftkit.serving.replies import Reply, speculation
 from tests.serving.fakes import TOKENIZER, chat, chat_tokenizer, completion
 from tests.tiny import VOCAB_SIZE
 
@@ -47,7 +47,7 @@ def test_speculation_is_summed_over_choices() -> None:
     one = Served(route="a", version="v000001", rounds=4, drafted=10, accepted=6, tested=8)
     other = Served(route="a", version="v000002", rounds=2, drafted=4, accepted=0, tested=2)
     one.acceptance, other.acceptance = 7.0, 0.5
-    assert Speculative.of([one, other]).model_dump() == {
+    assert speculation([one, other]) == {
         "rounds": 6,
         "drafted": 14,
         "accepted": 6,
@@ -58,8 +58,8 @@ def test_speculation_is_summed_over_choices() -> None:
 
 
 def test_where_nothing_was_drafted_there_is_no_rate() -> None:
-    found = Speculative.of([Served(route="a", version="")])
-    assert found.alpha is found.acceptance_length is None
+    found = speculation([Served(route="a", version="")])
+    assert found["alpha"] is found["acceptance_length"] is None
 
 
 def test_impossible_tokens_have_a_finite_log_prob() -> None:

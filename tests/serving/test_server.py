@@ -11,7 +11,7 @@ from contextlib import closing
 import pytest
 
 from draftkit.config import ServeConfig
-from draftkit.serving import delivery, server
+from draftkit.serving import replies, server
 from draftkit.serving.server import listen
 from tests.serving.fakes import FakeEngine, ask, chat, completion, serving, wait_for
 
@@ -172,7 +172,7 @@ def opened(address: str) -> socket.socket:
 
 
 def test_a_reader_that_takes_nothing_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivery, "BACKLOG", 10)
+    monkeypatch.setattr(replies, "BACKLOG", 10)
     engine = FakeEngine(endless=True, per_round=100, round_seconds=0.01)
     with serving(engine) as address:
         with closing(http.client.HTTPConnection(address)) as connection:

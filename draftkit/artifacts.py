@@ -39,16 +39,6 @@ def first_line(error: BaseException) -> str:
     return text.splitlines()[0][:200]
 
 
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
 def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -67,8 +57,14 @@ def _settle(leftover: Path) -> None:
     if match is None or not leftover.exists():
         return
     path, pid = leftover.with_name(match[1]), int(match[3])
-    if pid != os.getpid() and _alive(pid):
-        return
+    if pid != os.getpid():
+        try:
+            os.kill(pid, 0)
+            return  # it is alive
+        except PermissionError:
+            return  # so is it
+        except ProcessLookupError:
+            pass
     if match[2] == "old" and not path.exists():
         leftover.rename(path)
     else:
@@ -258,24 +254,12 @@ def _git(*arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def _versions() -> dict[str, str]:
-    versions = {}
-    for package in PINNED_PACKAGES:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    return versions
-
-
-def _cpu_model() -> str:
-    information = Path("/proc/cpuinfo")
-    if information.is_file():
-        for line in information.read_text(errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
 def _hardware() -> dict[str, Any]:
+    cpu = platform.processor() or platform.machine()
+    with suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text(errors="replace")
+        if named := re.search(r"^model name.*?:(.*)$", text, re.MULTILINE):
+            cpu = named[1].strip()
     cores, memory = os.cpu_count(), None
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
@@ -284,7 +268,7 @@ def _hardware() -> dict[str, Any]:
     torch = sys.modules.get("torch")  # only where somebody needed it: provenance stays cheap
     gpus = 0 if torch is None else torch.cuda.device_count()
     return {
-        "cpu": _cpu_model(),
+        "cpu": cpu,
         "cores": cores,
         "memory_bytes": memory,
         "gpu": [torch.cuda.get_device_name(index) for index in range(gpus)] if torch else [],
@@ -303,14 +287,17 @@ def machine(*, gpu: bool) -> str:
 
 def provenance() -> dict[str, Any]:
     """Which code, versions, machine and command make a product in this process."""
-    status = _git("status", "--porcelain")
+    status, versions = _git("status", "--porcelain"), {}
+    for package in PINNED_PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "git_commit": _git("rev-parse", "HEAD"),
         "git_dirty": None if status is None else bool(status),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "versions": _versions(),
+        "versions": versions,
         "hardware": _hardware(),
         "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
     }

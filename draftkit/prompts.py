@@ -6,7 +6,7 @@ from numbers import Integral
 from typing import Any
 
 from draftkit.config import Config, DataConfig
-from draftkit.data.corpora import document_of
+from draftkit.data.corpora import read_document
 from draftkit.data.lengths import Room, lengths_within, reading_notes
 from draftkit.data.prompts import Example, RowReader, begun
 from draftkit.data.rows import name_of
@@ -38,7 +38,7 @@ def examples_of(
     start = target.adapter.start_id
     reader = RowReader(target.tokenizer, data, start=start)
     rows = {f"prompt {n}": row for n, one in enumerate(prompts) if (row := row_of(one)) is not None}
-    documents = (document_of(row, data, name, "") for name, row in rows.items())
+    documents = (read_document(row, data, name, "") for name, row in rows.items())
     read = {document.origin: (document.id, made) for document, made in reader.read(documents)}
     first: dict[str, str] = {}  # what the first prompt with an id is called
     examples: list[Example] = []

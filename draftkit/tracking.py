@@ -10,22 +10,18 @@ the file of an interrupted run equals that of an uninterrupted one, times exclud
 """
 
 import json
-import math
 import os
 import secrets
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from draftkit.artifacts import write_text
 
 FILE_NAME = "metrics.jsonl"
-
-
-def _is_finite(value: Any) -> bool:
-    return not isinstance(value, float) or math.isfinite(value)
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
@@ -51,7 +47,7 @@ def scalars(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield from scalars(value, f"{name}/")
         elif isinstance(value, list | tuple):
             yield from scalars({str(index): item for index, item in enumerate(value)}, f"{name}/")
-        elif isinstance(value, str | int | float | bool) and _is_finite(value):
+        elif isinstance(value, str | int) or (isinstance(value, float) and isfinite(value)):
             yield name, value
 
 
@@ -122,9 +118,11 @@ class Tracker:
         if self._path.is_file():
             self._replace(read_metrics(self._path))
         if mode != "none":
-            self._run = _start_wandb(
-                self._path.parent, mode=mode, config=config or {}, labels=labels
-            )
+            folder = self._path.parent
+            self._run = _start_wandb(folder, mode=mode, config=config or {}, labels=labels)
+            import wandb  # which `_start_wandb` has set up
+
+            self._wandb = wandb
 
     def _replace(self, lines: list[dict[str, Any]]) -> None:
         assert self._path is not None
@@ -148,7 +146,7 @@ class Tracker:
             if len(kept) < len(lines):
                 self._replace(kept)
         line: dict[str, Any] = {"section": section, "step": step, "time": round(time.time(), 3)}
-        line |= {key: value if _is_finite(value) else None for key, value in numbers.items()}
+        line |= {key: value if isfinite(value) else None for key, value in numbers.items()}
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         axis = f"{section}/step"
@@ -177,28 +175,19 @@ class Tracker:
         """Final numbers for W&B, as scalars; `summary.json` is the stage's to write."""
         self._tell(lambda run: run.summary.update(dict(scalars(values))))
 
-    def _show(self, name: str, make: Callable[[Any], Any]) -> None:
-        """Send what `make` makes of the module wandb."""
-
-        def send(run: Any) -> None:
-            import wandb
-
-            run.log({name: make(wandb)})
-
-        self._tell(send)
-
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """A table in W&B, one list a row."""
-        content = {"columns": [*columns], "data": [[*row] for row in rows]}
-        self._show(name, lambda wandb: wandb.Table(**content, allow_mixed_types=True))
+        content: dict[str, Any] = {"columns": [*columns], "data": [[*row] for row in rows]}
+        content |= {"allow_mixed_types": True}
+        self._tell(lambda run: run.log({name: self._wandb.Table(**content)}))
 
     def figure(self, name: str, path: str | Path) -> None:
         """An image file as a W&B picture."""
-        self._show(name, lambda wandb: wandb.Image(str(path)))
+        self._tell(lambda run: run.log({name: self._wandb.Image(str(path))}))
 
     def report(self, html: str) -> None:
         """A page as it is in W&B, which would add a stylesheet to load."""
-        self._show("report", lambda wandb: wandb.Html(html, inject=False))
+        self._tell(lambda run: run.log({"report": self._wandb.Html(html, inject=False)}))
 
     def artifact(self, name: str, folder: str | Path, metadata: Mapping[str, Any]) -> None:
         """A model as a W&B artifact that refers to `folder` with checksums.
@@ -207,10 +196,9 @@ class Tracker:
         """
 
         def send(run: Any) -> None:
-            import wandb
-
             allowed = "".join(char if char.isalnum() or char in "-_." else "-" for char in name)
-            artifact = wandb.Artifact(allowed[:128], type="model", metadata=dict(scalars(metadata)))
+            about = dict(scalars(metadata))
+            artifact = self._wandb.Artifact(allowed[:128], type="model", metadata=about)
             root = Path(folder).resolve()
             for file in sorted(path for path in root.rglob("*") if path.is_file()):
                 artifact.add_reference(file.as_uri(), name=file.relative_to(root).as_posix())

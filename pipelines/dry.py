@@ -23,8 +23,7 @@ from draftkit.data.splits import read_splits
 from draftkit.distillation.pretrain import compiles
 from draftkit.distillation.progress import duration
 from draftkit.distillation.ranks import processes
-from draftkit.models.devices import resolve_device
-from draftkit.models.memory import free_bytes, peak_bytes
+from draftkit.models.devices import free_bytes, peak_bytes, resolve_device
 from draftkit.tracking import FILE_NAME, read_metrics
 
 from .product import Product

@@ -9,8 +9,8 @@ from draftkit.data.lengths import Lengths, lengths_within
 from draftkit.distillation.loop import BEST, CHECKPOINT
 from draftkit.distillation.pretrain import CONTEXT
 from draftkit.distillation.sources import reads_rollouts
-from draftkit.models.context import context_of
 from draftkit.models.loading import model_config
+from draftkit.models.shapes import context_of
 
 from .product import SUMMARY, Input, Product, Stage, address_of_model, address_of_text, plan
 

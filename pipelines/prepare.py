@@ -12,17 +12,18 @@ from draftkit.config import PLAIN, REFUSE, Config
 from draftkit.data.rollouts import read_parts
 from draftkit.data.splits import read_splits
 from draftkit.distillation.pretrain import draft_ids, make_draft
+from draftkit.models.files import ModelFolder
 from draftkit.models.head_files import check_head
 from draftkit.models.heads import head_class
 from draftkit.models.loading import (
     check_kind,
     check_same_shape,
     check_shows_layers,
-    decoder_start,
     load_tokenizer,
     model_config,
 )
-from draftkit.models.shrink import check_vocabulary, chosen_layers, layer_count
+from draftkit.models.shapes import layer_count
+from draftkit.models.shrink import check_vocabulary, chosen_layers
 from draftkit.models.vocabulary import check_same_tokenizer
 
 from .command import main
@@ -62,8 +63,8 @@ def prepare(config: Config, folder: StageFolder) -> dict[str, Any]:
 def check_pair(config: Config) -> None:
     """Raise ValueError for a given draft of another vocabulary or kind than the target's, and for
     what no encoder-decoder model can be."""
-    shape = model_config(config.target)
-    decoder_start(config.target)
+    target = ModelFolder(config.target)
+    shape, _ = target.config, target.start  # which is refused where it is not known
     if shape.is_encoder_decoder:
         for key, value, only in (
             ("draft.kind", config.draft.kind, PLAIN),
@@ -87,7 +88,7 @@ def check_pair(config: Config) -> None:
     else:
         check_same_shape(shape, drafter)
         check_same_tokenizer(
-            target_tokenizer=load_tokenizer(config.target),
+            target_tokenizer=target.tokenizer,
             draft_tokenizer=load_tokenizer(config.draft),
             extra_tokens=config.draft.extra_tokens,
         )

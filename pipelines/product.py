@@ -14,10 +14,9 @@ from typing import Any, TypeVar
 
 from draftkit.artifacts import fingerprint, locked, read_json, remembered, sha256_file
 from draftkit.config import Config, DataConfig, ModelConfig, flatten
-from draftkit.models.files import address_of, files_of_model, model_sha256
+from draftkit.models.files import address_of, check_folder, files_of_model, model_sha256
 from draftkit.models.gguf_files import VERSION as GGUF_VERSION
 from draftkit.models.gguf_files import convert, file_named
-from draftkit.models.loading import check_folder
 
 MANIFEST, SUMMARY = "manifest.json", "summary.json"
 VERSION = "draftkit's version of the stage"

@@ -16,7 +16,7 @@ from draftkit.distillation.scores import SCORED_AT_ONCE, scored_by, texts_to_sco
 from draftkit.distillation.sources import TrainingTexts
 from draftkit.models.heads import layers_read
 from draftkit.models.loading import load_target
-from draftkit.models.shrink import layer_count
+from draftkit.models.shapes import layer_count
 
 from .command import main
 from .contexts import read_contexts

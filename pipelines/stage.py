@@ -33,8 +33,7 @@ from draftkit.artifacts import (
 )
 from draftkit.config import Config, ModelConfig
 from draftkit.distillation.ranks import agree, is_first, processes
-from draftkit.models.devices import resolve_device
-from draftkit.models.memory import keep_freed_memory, reset_peak
+from draftkit.models.devices import keep_freed_memory, reset_peak, resolve_device
 from draftkit.tracking import FILE_NAME, Tracker
 
 from .product import (

@@ -10,7 +10,7 @@ from draftkit.config import Config
 from draftkit.data.corpora import read_documents
 from draftkit.data.lengths import cut_line, reading_notes, shares_cut
 from draftkit.data.splits import Splits, make_splits
-from draftkit.models.loading import decoder_start, load_tokenizer
+from draftkit.models.files import ModelFolder
 
 from .command import main
 from .plan import TEXTS, lengths_of, shared_context
@@ -21,9 +21,9 @@ UNLEARNED = ("answers_unused", "answers_weightless")
 
 def texts(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Tokenise the text of all splits as the target reads it."""
-    data, tokenizer = config.data, load_tokenizer(config.target)
+    target = ModelFolder(config.target)
+    data, tokenizer, start = config.data, target.tokenizer, target.start
     lengths, context = lengths_of(config), shared_context(config)
-    start = decoder_start(config.target)
     splits = make_splits(
         read_documents(data), data, tokenizer, folder.path, context=context, start=start
     )

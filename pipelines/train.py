@@ -22,10 +22,9 @@ from draftkit.distillation.fit import fit, with_warmup
 from draftkit.distillation.ranks import is_first
 from draftkit.distillation.sources import TrainingTexts, check_source_of_head
 from draftkit.models.compatibility import declare_target
-from draftkit.models.devices import resolve_device
+from draftkit.models.devices import peak_bytes, resolve_device
 from draftkit.models.heads import head_class
 from draftkit.models.loading import model_config
-from draftkit.models.memory import peak_bytes
 from draftkit.models.parallel import parallel_of
 from draftkit.tracking import FILE_NAME, read_metrics
 

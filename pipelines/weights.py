@@ -14,10 +14,9 @@ from transformers import PreTrainedConfig
 from draftkit.config import Config
 from draftkit.distillation.pretrain import DRAFT_IDS, fresh_config
 from draftkit.distillation.ranks import is_first
-from draftkit.models.devices import resolve_device, resolve_dtype
+from draftkit.models.devices import free_bytes, resolve_device, resolve_dtype
 from draftkit.models.heads import MEDUSA, head_config
-from draftkit.models.loading import model_config
-from draftkit.models.memory import free_bytes, weight_count
+from draftkit.models.loading import model_config, weight_count
 from draftkit.models.shrink import cut_shape
 
 from .product import Product

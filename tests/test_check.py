@@ -19,7 +19,7 @@ from draftkit.config import Config, DraftConfig, TargetConfig
 from draftkit.data.rollouts import Record, write_records
 from draftkit.data.splits import read_splits
 from draftkit.distillation.progress import duration
-from draftkit.models import memory
+from draftkit.models import devices
 from draftkit.tracking import FILE_NAME
 from pipelines import dry, weights
 from pipelines.check import check, goal_of, target_findings, template_findings
@@ -303,9 +303,9 @@ def test_the_peak_begins_anew() -> None:
     with mmap.mmap(-1, 100 << 20) as held:  # an allocator might use what it has kept
         for page in range(0, len(held), mmap.PAGESIZE):
             held[page] = 1
-        high = memory.peak_bytes(cpu)
-    memory.reset_peak(cpu)
-    assert memory.peak_bytes(cpu) <= high - (90 << 20)
+        high = devices.peak_bytes(cpu)
+    devices.reset_peak(cpu)
+    assert devices.peak_bytes(cpu) <= high - (90 << 20)
 
 
 def test_a_head_of_another_target_is_a_note(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from draftkit.artifacts import read_json
-from draftkit.models.memory import CGROUP
+from draftkit.models.devices import CGROUP
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
 

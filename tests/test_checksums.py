@@ -1,16 +1,16 @@
 """A checksum changes with what it stands for, and with nothing else."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from huggingface_hub import constants
 
 import pipelines.product
 from draftkit.config import Config, DataConfig, TargetConfig
+from draftkit.models.files import KEPT_IDS
 from draftkit.models.loading import save_model
-from draftkit.models.shrink import write_kept_ids
 from draftkit.tracking import Tracker
 from pipelines.product import address_of_model, address_of_text
 from pipelines.stage import StageFolder
@@ -72,7 +72,7 @@ def model(tmp_path: Path) -> Path:
     """A model's folder, as `hf download --local-dir` leaves it."""
     folder = tmp_path / "model"
     save_model(tiny.model(), tiny.byte_tokenizer(), folder)
-    write_kept_ids(folder, torch.arange(tiny.VOCAB_SIZE - 2))
+    (folder / KEPT_IDS).write_text(json.dumps([*range(tiny.VOCAB_SIZE - 2)]))
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     (folder / "modeling_own.py").write_text("")
     (folder / ".cache" / "huggingface" / "download").mkdir(parents=True)

@@ -6,13 +6,13 @@ import sys
 import pytest
 import torch
 
-from draftkit.models.memory import peak_bytes
+from draftkit.models.devices import peak_bytes
 from tests.launching import ROOT
 
 FAULTS = """
 import resource, sys
 import torch
-from draftkit.models.memory import keep_freed_memory, peak_bytes, reset_peak
+from draftkit.models.devices import keep_freed_memory, peak_bytes, reset_peak
 cpu = torch.device("cpu")
 if sys.argv[1] == "keep":
     keep_freed_memory()

@@ -92,8 +92,13 @@ class Config(Section, key=""):
     @property
     def proposals(self) -> int:
         """Tokens proposed a round, wherever the best number is not measured."""
-        tokens = self.draft.pass_tokens if self.decode.gamma == "auto" else None
-        return self.decode.proposals if tokens is None else tokens
+        draft = self.draft
+        if self.decode.gamma == "auto" and draft.kind == "pard":
+            return draft.pard.tokens
+        in_one_pass = draft.kind == "medusa" or (draft.kind == "eagle3" and draft.head.parallel)
+        if self.decode.gamma == "auto" and in_one_pass:
+            return draft.head.tokens
+        return self.decode.proposals
 
     @property
     def training_temperature(self) -> float:

@@ -116,6 +116,11 @@ class ModelConfig(Section, key="model"):
     trust_remote_code: bool = setting(False, "run the code that comes with the model")
 
     @property
+    def named(self) -> str:
+        """What a refusal begins with, as `target.path FOLDER`."""
+        return f"{self.key}.path {self.path}"
+
+    @property
     def location(self) -> str:
         """The folder or hub name of a model that `path` names."""
         assert self.path is not None
@@ -168,14 +173,6 @@ class DraftConfig(ModelConfig, key="draft"):
     def is_head(self) -> bool:
         """Whether its kind is one that reads the target's hidden states."""
         return self.kind in HEADS
-
-    @property
-    def pass_tokens(self) -> int | None:
-        """Proposals of one pass, as it is trained; None where it proposes token by token."""
-        if self.kind == "pard":
-            return self.pard.tokens
-        one_pass = self.kind == "medusa" or (self.kind == "eagle3" and self.head.parallel)
-        return self.head.tokens if one_pass else None
 
     @property
     def is_untrained(self) -> bool:

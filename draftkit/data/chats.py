@@ -17,7 +17,8 @@ import copy
 import json
 import re
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -35,6 +36,7 @@ from draftkit.data.messages import change_arguments
 
 DAY = datetime(2026, 1, 1)
 NO_WIDTH = "\u200b"
+CALLS = ("tool_calls", "function_call")  # of an assistant's turn, beside what it says
 WORDS = ("xyzzy", "plugh", "plover")  # in no template
 REASONING = ("reasoning_content", "reasoning", "thinking")  # the keys of a turn that hold it
 BEGUN = re.compile(r"([<\[◁][^<>\[\]◁▷\s]+[>\]▷])(\s*)\Z")  # what may begin it, and space
@@ -173,12 +175,21 @@ class ChatFormat:
         try:
             return str(apply(turns))
         except Exception as error:  # a template may raise whatever Python does
-            texts = copy.deepcopy(turns)
+            texts, dumped = copy.deepcopy(turns), partial(json.dumps, ensure_ascii=False)
             for turn in texts:
-                change_arguments(turn, _as_text)
+                change_arguments(turn, lambda one: one if isinstance(one, str) else dumped(one))
             with suppress(Exception):  # some templates take the arguments of calls as text alone
                 return str(apply(texts))
-            raise TemplateRefusal(_reason(error)) from error
+            if type(error) is jinja2.TemplateError:
+                raise TemplateRefusal(first_line(error)) from error
+            # Python's words, and where they were raised.
+            frames = traceback.walk_tb(error.__traceback__)
+            lines = [line for frame, line in frames if frame.f_code.co_filename == "<template>"]
+            if isinstance(error, jinja2.TemplateSyntaxError):
+                lines = [error.lineno]
+            where = f", line {lines[-1]} of the template" if lines else ""
+            reason = f"{type(error).__name__}: {first_line(error).rstrip('.')}{where}"
+            raise TemplateRefusal(reason) from error
 
     def _disarmed(self, content: Any, own: bool = False) -> Any:
         """`content` with a space of no width in every name of a token, however deep.
@@ -219,25 +230,21 @@ class ChatFormat:
         template = self._template if self.has_template else ""
         if template not in self._patterns:
             special = {token.content for token in self._special.values()}
-            turns = self._turn_marks({*self._added} - special) if template else set[str]()
+            turns = set[str]()  # names of others by which the template parts a plain chat
+            if template:
+                shown = self._shown(*WORDS) + self._shown(*WORDS, system="s")
+                turns = {name for name in {*self._added} - special if name in shown}
+            # It may write others around reasoning. Those it looks for in what an assistant says.
+            sought = set[str]()
+            for name, after in product(turns, ("", *turns)):
+                if name not in sought:
+                    texts = (f"a{one}b{after}c" for one in (name, WORDS[0]))
+                    named, plain = (self._shown("hi", one).replace(name, WORDS[0]) for one in texts)
+                    sought |= {name} if named != plain else set()
+            turns -= sought
             spoken = {name for name in self._added if name in template}
             self._patterns[template] = _broken(special | turns | spoken), _broken(special | turns)
         return self._patterns[template]
-
-    def _turn_marks(self, names: set[str]) -> set[str]:
-        """Of the `names` of tokens those by which the template parts the turns of a plain chat.
-
-        It may write others around reasoning. Those it looks for in what an assistant says.
-        """
-        shown = self._shown(*WORDS) + self._shown(*WORDS, system="s")
-        marks = {name for name in names if name in shown}
-        return {name for name in marks if not any(self._seeks(name, one) for one in ("", *marks))}
-
-    def _seeks(self, name: str, after: str) -> bool:
-        """Whether the template looks for `name` in an answer, or where `after` stands behind it."""
-        texts = (f"a{one}b{after}c" for one in (name, WORDS[0]))
-        named, plain = (self._shown("hi", text).replace(name, WORDS[0]) for text in texts)
-        return named != plain
 
     def _shown(self, *texts: str, system: str | None = None) -> str:
         """`texts` of user and assistant in turn as the template writes them; empty: refused."""
@@ -249,10 +256,6 @@ class ChatFormat:
             return ""
 
 
-def _as_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
 def _broken(names: Iterable[str]) -> re.Pattern[str]:
     """The first character of each of the `names` in a text, also where names overlap."""
     by_first: dict[str, list[str]] = {}
@@ -260,18 +263,6 @@ def _broken(names: Iterable[str]) -> re.Pattern[str]:
         by_first.setdefault(name[0], []).append(re.escape(name[1:]))
     alternatives = (f"{re.escape(a)}(?={'|'.join(rest)})" for a, rest in by_first.items())
     return re.compile("|".join(alternatives) or "(?!)")
-
-
-def _reason(error: Exception) -> str:
-    """One line about what a template raised: its own words, or Python's and the place of them."""
-    if type(error) is jinja2.TemplateError:
-        return first_line(error)
-    frames = traceback.walk_tb(error.__traceback__)
-    lines = [line for frame, line in frames if frame.f_code.co_filename == "<template>"]
-    if isinstance(error, jinja2.TemplateSyntaxError):
-        lines = [error.lineno]
-    line = f", line {lines[-1]} of the template" if lines else ""
-    return f"{type(error).__name__}: {first_line(error).rstrip('.')}{line}"
 
 
 @cache
@@ -321,3 +312,50 @@ def text_ids(
     )["input_ids"]
     twice = [tokenizer.bos_token_id] * 2
     return [one[1:] if special and not literal and one[:2] == twice else one for one in ids]
+
+
+def answers(
+    chat: Sequence[Message], template: ChatFormat, limit: int
+) -> Iterator[tuple[list[int], list[int] | None, bool]]:
+    """The answers of a chat to its users, and its last turn if that awaits one.
+
+    They are read in order, and each begins to look where the one before it ended. So a chat is read
+    in a time that grows as its length does: no answer renders the turns that an earlier one has
+    found to be too many.
+
+    Of each: the ids of its prompt, of at most `limit` tokens where that can be; of the answer,
+    empty where it is awaited or has the weight 0, None where the template does not write it after
+    its prompt, or leaves out its calls; and whether turns are left out of the prompt. A prompt
+    begins with a user turn, behind the system turn that the chat may have; the whole one with
+    whatever the chat begins with.
+    Raises `TemplateRefusal` for a chat that the template refuses.
+    """
+    roles = [turn["role"] for turn in chat]
+    if "user" not in roles:
+        return
+    front = int(roles[0] in ("system", "developer"))
+    starts = [front, *(at for at in range(front + 1, len(chat)) if roles[at] == "user")]
+    ends = [at for at in range(roles.index("user") + 1, len(chat)) if roles[at] == "assistant"]
+    first = 0  # of `starts`: where the last prompt began
+    for end in ends + [len(chat)] * (roles[-1] != "assistant"):
+
+        def context(first: int, end: int = end) -> list[int]:
+            return template.context([*chat[:front], *chat[starts[first] : end]])
+
+        prompt, last = context(first), bisect_left(starts, end) - 1
+        # Templates drop reasoning from history: there may be room again.
+        while first > 0 and len(longer := context(first - 1)) <= limit:
+            first, prompt = first - 1, longer
+        while first < last and len(prompt) > limit:
+            first += 1
+            prompt = context(first)
+        answer: list[int] | None = []
+        if end < len(chat) and chat[end].get("weight") != 0:
+            before = [*chat[:front], *chat[starts[first] : end]]
+            answer = template.answer([*before, chat[end]], prompt)
+            if any(chat[end].get(key) for key in CALLS):
+                uncalled = {key: value for key, value in chat[end].items() if key not in CALLS}
+                with suppress(TemplateRefusal):  # which tells the two apart
+                    if answer == template.answer([*before, {"content": "", **uncalled}], prompt):
+                        answer = None
+        yield prompt, answer, first > 0

@@ -6,7 +6,8 @@ This module does not know tokens, models or what the text is for.
 """
 
 import json
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby, islice
 from pathlib import Path
@@ -17,14 +18,69 @@ import pyarrow.parquet as pq
 
 from draftkit.artifacts import first_line
 from draftkit.config import DataConfig
-from draftkit.data.bad_rows import reason_of
 from draftkit.data.rows import question_id, row_form
 from draftkit.data.store import hash_order
 from draftkit.hub import hub_has
 
+KINDS = 5  # of reasons that have a line of their own; all later ones share one
+VARIES = re.compile(r"\d+|'[^']*'|\"[^\"]*\"")  # between reasons of one kind
 PARAGRAPHS = 2_000  # characters up to which the paragraphs of a text file are joined
 # Of each row its line or number, and what it holds or why it cannot be read.
-Rows = Iterator[tuple[str, dict[str, Any] | Exception]]
+Rows = Iterator[tuple[str, Any]]
+
+
+class BadRow(ValueError):
+    """A row that cannot be used; the message is the reason, without file and line."""
+
+
+def reason_of(error: Exception) -> str:
+    """Why a row cannot be used, in one line."""
+    if isinstance(error, RecursionError):
+        return "nested too deep to be read"
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8 text ({error.reason})"
+    if isinstance(error, UnicodeEncodeError):
+        return f"holds half a character ({error.reason})"
+    return " ".join(str(error).split())[:400]
+
+
+class BadRows:
+    """Counts rows that cannot be used. most: the share of all rows up to which they may be."""
+
+    def __init__(self, most: float) -> None:
+        self.count = 0
+        self._most = most
+        self._kinds: dict[str, tuple[str, int]] = {}  # the first of each kind, and how many
+
+    def add(self, origin: str, reason: str) -> None:
+        """Count the row that stands at `origin`."""
+        kind = VARIES.sub("", reason)
+        if kind not in self._kinds and len(self._kinds) >= KINDS:
+            kind = ""
+        first, alike = self._kinds.get(kind, (f"{origin}: {reason}", 0))
+        self._kinds[kind] = first, alike + 1
+        self.count += 1
+
+    @property
+    def lines(self) -> list[str]:
+        """The first row of each kind, and how many are like it."""
+        return [
+            first + (f" ({alike - 1:,} more like it)" if alike > 1 else "")
+            for first, alike in self._kinds.values()
+        ]
+
+    def check(self, rows: int) -> None:
+        """Raise ValueError if of `rows` that were read none is left, or too many are bad."""
+        if not self.count or (self.count < rows and self.count / rows <= self._most):
+            return
+        verdict = f"none of the first {rows:,} rows can be used"
+        if self.count < rows:
+            verdict = (
+                f"{self.count:,} of {rows:,} rows cannot be used, more than "
+                f"data.max_bad_rows={self._most:g}: mend them, or raise it"
+            )
+        shown = "; ".join(self.lines[:2])
+        raise ValueError(shown if rows == 1 else f"{shown}; so {verdict}")
 
 
 @dataclass(frozen=True)
@@ -55,20 +111,32 @@ def read_documents(data: DataConfig) -> Iterator[Document]:
     A row that cannot be used is one with a `fault`. Raises ValueError, one line that names
     `data.path`, for a source that cannot be read.
     """
-    rows: Any = _hub_rows(data) if data.name == "hub" else _file_rows(data.file)
+    if data.name == "hub":
+        rows = _hub_rows(data)
+    else:
+        path, known = data.file, ", ".join(READERS)
+        if path.is_dir():
+            inside = sorted(file.name for file in path.iterdir() if file.suffix in READERS)
+            held = ", ".join(inside[:5]) or f"none of {known}"
+            raise ValueError(f"data.path {path} is a folder: name one file in it (it holds {held})")
+        if not path.is_file():
+            raise ValueError(f"data.path {path} does not exist: name a file ({known})")
+        if path.suffix not in READERS:
+            raise ValueError(f"data.path {path} has none of the known suffixes: {known}")
+        rows = READERS[path.suffix](path)
     name = Path(str(data.path)).stem if data.name == "local" else str(data.path)
     if data.is_packaged:
         rows = (one for one in rows if one[1].get("domain", data.domains[0]) in data.domains)
-    empty = True
+    where, empty = f"data.path {data.path}", True
     for origin, row in islice(rows, data.max_rows):
         own = (row.get("domain", name), row["split"]) if data.is_packaged else (name, "")
-        yield document_of(row, data, f"{setting(data)}, {origin}", *own)
+        yield read_document(row, data, f"{where}, {origin}", *own)
         empty = False
     if empty:
-        raise ValueError(f"{setting(data)} is empty: it needs at least 3 rows of text")
+        raise ValueError(f"{where} is empty: it needs at least 3 rows of text")
 
 
-def document_of(
+def read_document(
     row: dict[str, Any] | Exception, data: DataConfig, origin: str, domain: str, split: str = ""
 ) -> Document:
     """The document of a row that stands at `origin`."""
@@ -81,56 +149,29 @@ def document_of(
         return Document("", domain, {}, split, origin, reason_of(error))
 
 
-def setting(data: DataConfig) -> str:
-    """The setting to name when there is too little text."""
-    return f"data.path {data.path}"
-
-
 # Files and data sets: (where it stands in the source, row)
 # Files are not read by `datasets`: it makes dates of texts that look so, and gives all objects the
 # keys of the first in its order, which a template may print.
 
 
-def _file_rows(path: Path) -> Rows:
-    known = ", ".join(READERS)
-    if path.is_dir():
-        inside = sorted(file.name for file in path.iterdir() if file.suffix in READERS)
-        held = ", ".join(inside[:5]) or f"none of {known}"
-        raise ValueError(f"data.path {path} is a folder: name one file in it (it holds {held})")
-    if not path.is_file():
-        raise ValueError(f"data.path {path} does not exist: name a file ({known})")
-    if path.suffix not in READERS:
-        raise ValueError(f"data.path {path} has none of the known suffixes: {known}")
-    return READERS[path.suffix](path)
-
-
 def _json_rows(path: Path) -> Rows:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield f"line {number}", _attempt(_json_row, line)
-
-
-def _json_row(line: bytes) -> dict[str, Any]:
-    rule = "each line is one object"
-    if line.lstrip().startswith(b"["):
-        rule += " (jq -c '.[]' makes such lines of a list)"
-    try:
-        row = json.loads(line.decode("utf-8-sig").rstrip())
-    except json.JSONDecodeError as error:
-        reason = f"{error.msg} at column {error.colno}"
-        raise ValueError(f"not valid JSON ({reason}); {rule}") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"a JSON {type(row).__name__}; {rule}")
-    return row
-
-
-def _attempt(read: Callable[..., Any], *values: Any) -> Any:
-    """What `read` gives, or why the row cannot be read."""
-    try:
-        return read(*values)
-    except (ValueError, RecursionError) as error:
-        return error
+            if not line.strip():
+                continue
+            rule = "each line is one object"
+            if line.lstrip().startswith(b"["):
+                rule += " (jq -c '.[]' makes such lines of a list)"
+            try:
+                row: Any = json.loads(line.decode("utf-8-sig").rstrip())
+                if not isinstance(row, dict):
+                    row = ValueError(f"a JSON {type(row).__name__}; {rule}")
+            except json.JSONDecodeError as error:
+                reason = f"{error.msg} at column {error.colno}"
+                row = ValueError(f"not valid JSON ({reason}); {rule}")
+            except (ValueError, RecursionError) as error:
+                row = error
+            yield f"line {number}", row
 
 
 def _parquet_rows(path: Path) -> Rows:
@@ -139,21 +180,22 @@ def _parquet_rows(path: Path) -> Rows:
             batches = file.iter_batches(batch_size=1024)
             rows = (batch.slice(at, 1) for batch in batches for at in range(batch.num_rows))
             for number, row in enumerate(rows, start=1):
-                yield f"row {number}", _attempt(lambda row: _without_filled(*row.to_pylist()), row)
+                try:
+                    read: Any = _without_filled(*row.to_pylist())
+                except (ValueError, RecursionError) as error:
+                    read = error
+                yield f"row {number}", read
     except (OSError, pa.ArrowException) as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise ValueError(f"data.path {path}: not readable ({reason})") from error
 
 
-def _without_filled(row: Any) -> dict[str, Any]:
+def _without_filled(value: Any, inside: bool = False) -> Any:
     """A row without what Arrow fills in: it gives every object all keys of its column."""
-    return {column: _without_nulls(value) for column, value in row.items()}
-
-
-def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
-    return [*map(_without_nulls, value)] if isinstance(value, list) else value
+        kept = {key: one for key, one in value.items() if not inside or one is not None}
+        return {key: _without_filled(one, True) for key, one in kept.items()}
+    return [_without_filled(one, True) for one in value] if isinstance(value, list) else value
 
 
 def _text_rows(path: Path) -> Rows:

@@ -10,7 +10,6 @@ This module does not know templates or tokens.
 
 import json
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 # What the speakers are called, and what templates call them.
@@ -74,16 +73,13 @@ def _turn(message: Any, name: str) -> dict[str, Any]:
             raise ValueError(f"{name}.content must be the JSON of a call, or of a list of calls")
         turn["tool_calls"] = [{"type": "function", "function": call} for call in calls]
     turn["role"] = "assistant" if role == "call" else role
-    change_arguments(turn, partial(_arguments, name=name))
+    # The object that the text of arguments holds; text of none stays text.
+    change_arguments(
+        turn, lambda given: held if isinstance(held := _from_json(given, name), dict) else given
+    )
     if "content" in turn or not turn.keys() & {"tool_calls", "function_call"}:
         turn["content"] = _content(turn.get("content", content), f"{name}.content")
     return turn
-
-
-def _arguments(given: Any, name: str) -> Any:
-    """The object that the text of arguments holds; text of none stays text."""
-    held = _from_json(given, name)
-    return held if isinstance(held, dict) else given
 
 
 def _from_json(text: Any, name: str) -> Any:

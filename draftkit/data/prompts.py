@@ -15,17 +15,14 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from draftkit.config import DataConfig
-from draftkit.data.bad_rows import BadRow, BadRows, reason_of
-from draftkit.data.chats import ChatFormat, TemplateRefusal, chat_format, text_ids
-from draftkit.data.corpora import Document
-from draftkit.data.history import answers, is_weightless
+from draftkit.data.chats import ChatFormat, TemplateRefusal, answers, chat_format, text_ids
+from draftkit.data.corpora import BadRow, BadRows, Document, reason_of
 from draftkit.data.lengths import UNCUT, Lengths
 from draftkit.data.rows import name_of
 
@@ -104,7 +101,19 @@ class RowReader:
             for document in lot:
                 before = self.counts.copy()
                 try:
-                    read, examples = self._read(document, ids)
+                    if document.fault:
+                        raise BadRow(document.fault)
+                    if self._start is not None and "prompt" not in document.row:
+                        raise BadRow(
+                            f"it holds `{next(iter(document.row))}`, and the target is an "
+                            "encoder-decoder: give rows of `prompt`, which its encoder reads, and "
+                            "`completion`"
+                        )
+                    read, examples = (
+                        self._windows(document, next(ids))
+                        if "text" in document.row
+                        else (document, [*self._answers(document)])
+                    )
                 except (BadRow, RecursionError) as error:
                     self.counts = before
                     self.counts["rows_bad"] += 1
@@ -116,21 +125,6 @@ class RowReader:
             if not self.counts["documents"]:
                 break
         self.bad.check(self.counts["documents"] + self.counts["rows_bad"])
-
-    def _read(self, document: Document, ids: Iterator[list[int]]) -> tuple[Document, list[Example]]:
-        """The examples of a document; `ids` has those of its text. BadRow if it cannot be used."""
-        if document.fault:
-            raise BadRow(document.fault)
-        if self._start is not None and "prompt" not in document.row:
-            raise BadRow(
-                f"it holds `{next(iter(document.row))}`, and the target is an encoder-decoder: "
-                "give rows of `prompt`, which its encoder reads, and `completion`"
-            )
-        if "text" not in document.row:
-            return document, [*self._answers(document)]
-        document, examples = self._windows(document, next(ids))
-        self.counts["windows"] += len(examples)
-        return document, examples
 
     def _windows(self, document: Document, ids: list[int]) -> tuple[Document, list[Example]]:
         """Cut a text's ids into windows without overlap; EOS marks its true end where it fits."""
@@ -146,6 +140,7 @@ class RowReader:
         if len(windows) > 1 and len(windows[-1]) < min(length, prompt + SHORT_WINDOW):
             windows.pop()
         kept = [window for window in windows if len(window) > prompt]
+        self.counts["windows"] += len(kept)
         return document, [_example(document, window[:prompt], window[prompt:]) for window in kept]
 
     def _answers(self, document: Document) -> Iterator[Example]:
@@ -160,7 +155,15 @@ class RowReader:
         literal = reads or self._literal or self._data.chat_template != "never"
         texts = [chat or row, row.get("tools")]
         self.counts["rows_naming_special"] += literal and self._format.names_special(texts)
-        pieces = self._of_prompt(row, literal) if chat is None else self._of_chat(chat, row)
+        pieces: Iterable[Piece]
+        if chat is not None:
+            pieces = self._of_chat(chat, row)
+        else:  # prompt and completion are tokenised apart
+            (ids,) = text_ids(self._tokenizer, [row["prompt"]], literal=literal)
+            replies = [row["completion"]] if "completion" in row else []
+            replied = text_ids(self._tokenizer, replies, special=False, literal=literal)
+            answer = [id for reply in replied for id in self._ended(reply)]
+            pieces = [(begun(ids, self._start), answer, False)]
         for prompt, answer, is_cut in pieces:
             if not prompt:
                 continue
@@ -176,14 +179,6 @@ class RowReader:
                 kept = most.prompt - len(self._begin)
                 prompt = [*self._begin, *prompt[len(prompt) - kept :]]
             yield _example(document, prompt, answer[: most.completion])
-
-    def _of_prompt(self, row: dict[str, Any], literal: bool) -> Iterator[Piece]:
-        """Prompt and completion of a row, tokenised apart."""
-        ids = partial(text_ids, self._tokenizer, literal=literal)
-        (prompt,) = ids([row["prompt"]])
-        prompt = begun(prompt, self._start)
-        answers = ids([row["completion"]] if "completion" in row else [], special=False)
-        yield prompt, [id for answer in answers for id in self._ended(answer)], False
 
     def _chat_of(self, row: dict[str, Any]) -> Chat | None:
         """The conversation of a row; None for plain text."""
@@ -202,27 +197,24 @@ class RowReader:
         turns = {"user": "prompt", "assistant": "completion"}
         return [{"role": r, "content": row[name]} for r, name in turns.items() if name in row]
 
-    def _format_of(self, row: dict[str, Any]) -> ChatFormat:
-        """The chat template, with the tools of `row` where it has some."""
-        if "tools" not in row:
-            return self._format
-        try:
-            options = {**self._format.options, "tools": row["tools"]}
-            return replace(self._format, options=options)
-        except ValueError as error:
-            raise BadRow(
-                "it holds `tools`, of which the chat template of target.path does not speak: take "
-                "a model that calls tools, or rows without them"
-            ) from error
-
     def _of_chat(self, messages: Chat, row: dict[str, Any]) -> Iterator[Piece]:
         """Each answer to a user with what comes before it, and a last turn that awaits one.
 
         Of an answer that the template does not write there, or whose weight is 0, there is the
         prompt alone. BadRow for a chat that the template refuses.
         """
-        template = self._format_of(row)
-        self.counts["answers_weightless"] += sum(map(is_weightless, messages))
+        template = self._format
+        if "tools" in row:
+            try:
+                template = replace(template, options={**template.options, "tools": row["tools"]})
+            except ValueError as error:
+                raise BadRow(
+                    "it holds `tools`, of which the chat template of target.path does not speak: "
+                    "take a model that calls tools, or rows without them"
+                ) from error
+        # As files of OpenAI for tuning have it: such an answer is not to be learned.
+        weights = [turn.get("weight") for turn in messages if turn["role"] == "assistant"]
+        self.counts["answers_weightless"] += weights.count(0)
         try:
             for prompt, answer, is_cut in answers(messages, template, self._lengths.prompt):
                 self.counts["answers_unused"] += answer is None

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -115,24 +116,24 @@ def read_records(path: str | Path) -> list[Record]:
 
 def _records(paths: Sequence[Path]) -> Sequence[Record]:
     """Those of all files, in order; a file is read when a record of it is asked for."""
-    ends = [*accumulate(map(_count, paths), initial=0)]
-    read, states = lru_cache(KEPT)(_read), lru_cache(KEPT)(_states)
+    counts = []
+    for path in paths:
+        with _reading(path):
+            counts.append(int(pq.read_metadata(path).num_rows))
+    ends, read = [*accumulate(counts, initial=0)], lru_cache(KEPT)(_read)
 
     def record(row: int) -> Record:
         part = bisect_right(ends, row) - 1
-        table, own = read(paths[part]), row - ends[part]
+        (table, states), own = read(paths[part]), row - ends[part]
         with _reading(paths[part]):
-            return replace(unpack(table, own, Record), features=states(paths[part])(own))
+            features = None if states is None else states.get_tensor(str(own))
+            return replace(unpack(table, own, Record), features=features)
 
     return Lazy(record, range(ends[-1]))
 
 
-def _count(path: Path) -> int:
-    with _reading(path):
-        return int(pq.read_metadata(path).num_rows)
-
-
-def _read(path: Path) -> pa.Table:
+def _read(path: Path) -> tuple[pa.Table, Any]:
+    """The rows of a file, and their hidden states, mapped; None where there are none."""
     # Not `read_table`, which would take columns from the names of folders.
     with _reading(path), pq.ParquetFile(path, page_checksum_verification=True) as file:
         if not file.schema_arrow.equals(SCHEMA):
@@ -140,17 +141,11 @@ def _read(path: Path) -> pa.Table:
         table = file.read()
         if len(table) != file.metadata.num_rows:  # of which no checksum is kept
             raise ValueError("another number of rows")
-        return table
-
-
-def _states(path: Path) -> Callable[[int], Tensor | None]:
-    """The hidden states of a record of a file by its row; None where there are none."""
     beside = path.with_suffix(STATES)
     if not beside.is_file():
-        return lambda row: None
-    with _reading(beside):
-        stored = safe_open(beside, "pt")
-    return lambda row: stored.get_tensor(str(row))
+        return table, None
+    with _reading(path), _reading(beside):
+        return table, safe_open(beside, "pt")
 
 
 @contextmanager

@@ -47,6 +47,7 @@ def row_form(row: dict[str, Any], data: DataConfig) -> dict[str, Any]:
             f"nothing under {wanted}; {there}; "
             "name yours by data.prompt_column and data.completion_column"
         )
+    form: dict[str, Any]
     if column in answers:
         answer = next((name for name in answers[column] if name in filled), None)
         form = _question(filled, column, answer, more.get(column, ()))
@@ -54,8 +55,18 @@ def row_form(row: dict[str, Any], data: DataConfig) -> dict[str, Any]:
         form = {"text": _text(row, column)}
     else:
         form = {"messages": read_messages(row[column])}
-    if "text" not in form:
-        form |= _tools(row.get("tools"), form)
+    tools = None if "text" in form else row.get("tools")  # a list or its JSON, for the template
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools or "null")
+        except json.JSONDecodeError as error:
+            raise ValueError(f"tools must be a list, or its JSON ({error.msg})") from error
+    if tools:
+        if "messages" not in form:
+            raise ValueError("tools go with messages: leave them out, or write the chat so")
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise ValueError("tools must be a list of objects")
+        form["tools"] = tools
     json.dumps(form, ensure_ascii=False, default=str).encode()  # half a character has no code
     return form
 
@@ -94,22 +105,6 @@ def _text(row: dict[str, Any], column: str) -> str:
     if not isinstance(row[column], str):
         raise ValueError(f"the {column} must be text, got {type(row[column]).__name__}")
     return row[column]
-
-
-def _tools(tools: Any, form: dict[str, Any]) -> dict[str, Any]:
-    """The tools of a chat, a list or its JSON, for the template; nothing where there are none."""
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools or "null")
-        except json.JSONDecodeError as error:
-            raise ValueError(f"tools must be a list, or its JSON ({error.msg})") from error
-    if not tools:
-        return {}
-    if "messages" not in form:
-        raise ValueError("tools go with messages: leave them out, or write the chat so")
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise ValueError("tools must be a list of objects")
-    return {"tools": tools}
 
 
 def question_id(form: dict[str, Any]) -> str:

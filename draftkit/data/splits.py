@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from draftkit.artifacts import read_json, remove, write_json
 from draftkit.config import DataConfig
-from draftkit.data.corpora import Document, setting
+from draftkit.data.corpora import Document
 from draftkit.data.lengths import COUNTS, WHOLE, Lengths, Room, lengths_within
 from draftkit.data.prompts import Example, RowReader
 from draftkit.data.store import Lazy, hash_order, rank_in_group, read_rows, write_rows
@@ -70,11 +70,12 @@ def split_documents(keys: np.ndarray, own: Sequence[str], data: DataConfig) -> n
         share = left[: max(1, math.floor(len(distinct) * fraction))]
         split_of[held_out if len(held_out) else share] = SPLITS.index(name)
     if len(np.unique(split_of)) < len(SPLITS):
+        count = len(distinct)
         raise ValueError(
-            f"{setting(data)} gives {len(distinct)} different documents, and train, validation and "
-            "test need one each: give more text (in a text file, blank lines part documents; texts "
-            f"with the same first data.prompt_tokens={data.prompt_tokens} are one: a larger number "
-            "tells more of them apart)"
+            f"data.path {data.path} gives {count} different documents, and train, validation "
+            "and test need one each: give more text (in a text file, blank lines part documents; "
+            f"texts with the same first data.prompt_tokens={data.prompt_tokens} are one: a larger "
+            "number tells more of them apart)"
         )
     return split_of[number]
 
@@ -197,4 +198,5 @@ def _unusable(
             f"longer than {lengths.prompt} tokens of prompt: raise data.max_prompt_tokens, use "
             "shorter rows, or models of a longer context"
         )
-    return ValueError(f"{setting(data)}: no row of the {split} split is usable, all are {reason}")
+    where = f"data.path {data.path}"
+    return ValueError(f"{where}: no row of the {split} split is usable, all are {reason}")

@@ -24,8 +24,8 @@ from draftkit.decoding.state import RoundView
 from draftkit.decoding.trees import Tree
 from draftkit.models.adapter import Adapter
 from draftkit.models.cache import Branches, SlotCache
-from draftkit.models.context import UNBOUNDED
 from draftkit.models.heads import MedusaAdapter
+from draftkit.models.shapes import UNBOUNDED
 from draftkit.theory.noise import DRAFT, sample
 from draftkit.theory.warping import warp
 

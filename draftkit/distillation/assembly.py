@@ -30,7 +30,6 @@ from draftkit.models.loading import (
     load_draft,
     load_outline,
     load_target,
-    with_frame,
 )
 from draftkit.models.lora import with_lora
 from draftkit.models.parallel import Parallel, check_unused, declare, free_id
@@ -48,8 +47,7 @@ def load_teaching_target(
     Split over the processes of a distributed launch where `hardware.shard_target` says so.
     """
     if stored:
-        outline = load_outline(target, hardware)
-        return with_frame(outline, target) if framed else outline
+        return load_outline(target, hardware, framed=framed)
     if not hardware.shard_target:
         return load_target(target, hardware)
     join_group()

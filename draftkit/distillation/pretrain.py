@@ -41,25 +41,22 @@ from draftkit.distillation.trainer import Trainer
 from draftkit.models.adapter import Adapter
 from draftkit.models.compatibility import declare_target
 from draftkit.models.devices import resolve_device, resolve_dtype
-from draftkit.models.head_files import steps_of
+from draftkit.models.files import ModelFolder, auto_model, end_of_text_ids
 from draftkit.models.heads import EAGLE3, MEDUSA, STEPS, adapted, head_config, left_random, new_head
 from draftkit.models.loading import (
     adapter_of,
-    auto_model,
-    decoder_start,
-    end_of_text_ids,
     load_model,
     load_tokenizer,
     model_config,
     save_draft,
 )
 from draftkit.models.parallel import free_id
+from draftkit.models.shapes import layer_count
 from draftkit.models.shrink import (
     check_vocabulary,
     chosen_layers,
     frequent_ids,
-    kept_share,
-    layer_count,
+    share_of_tokens,
     shrink,
 )
 from draftkit.models.vocabulary import real_vocab_size
@@ -107,7 +104,7 @@ def make_draft(
             model_config(target),
             seed=config.seed,
             device=resolve_device(config.hardware),
-            start=decoder_start(target),
+            start=ModelFolder(target).start,
         )
         draft = adapter_of(fresh, vocab_size=len(tokenizer))
     if draft.reads:
@@ -225,7 +222,7 @@ def made_of_target(
         torch.manual_seed(config.seed)
         head = new_head(whole, shape, kept_ids)
     random = ", ".join(left_random(head, whole, kept_ids))
-    made = adapted(head, target=adapter_of(whole, vocab_size=size), blocks=steps_of(shape))
+    made = adapted(head, target=adapter_of(whole, vocab_size=size))
     layers = ", ".join(map(str, made.reads))
     begins = "its output rows" if kind == MEDUSA else "its output rows, last layer and norms"
     note(
@@ -255,8 +252,8 @@ def counted_ids(
         kinds.append(example.token_ids for example in splits.train)
     kinds.append(answer for number, answer in enumerate(own) if number % UNCOUNTED)
     kept_ids = frequent_ids(*kinds, count=count, always=always, vocab_size=vocab_size)
-    share = kept_share((example.token_ids for example in splits.validation), kept_ids)
-    of_answers = f", {kept_share(own[::UNCOUNTED], kept_ids):.1%} of the target's own answers"
+    share = share_of_tokens((example.token_ids for example in splits.validation), kept_ids)
+    of_answers = f", {share_of_tokens(own[::UNCOUNTED], kept_ids):.1%} of the target's own answers"
     note(
         f"the drafter keeps {len(kept_ids)} ids: {share:.1%} of the validation text"
         f"{of_answers if own else ''}"

@@ -20,18 +20,23 @@ from transformers.utils import logging as transformers_logging
 
 from draftkit.artifacts import atomic_path, first_line
 from draftkit.config import DraftConfig, HardwareConfig, TargetConfig
-from draftkit.models.context import context_of, rope_types
-from draftkit.models.files import CARD, MODEL_FILES, TOKENIZER_FILES, VOCABULARIES
+from draftkit.models.files import (
+    CARD,
+    MODEL_FILES,
+    TOKENIZER_FILES,
+    VOCABULARIES,
+    ModelFolder,
+    end_of_text_ids,
+)
 from draftkit.models.head_files import LAYER_IDS
 from draftkit.models.loading import (
-    declared_ends,
     load_draft,
     load_sharing,
     load_target,
-    load_tokenizer,
     model_config,
 )
 from draftkit.models.lora import save_plain
+from draftkit.models.shapes import context_of, rope_types
 from draftkit.models.vocabulary import fit_rows, real_vocab_size
 
 # Of these the frequencies of positions do not depend on `max_position_embeddings`.
@@ -49,11 +54,13 @@ def write_plain_folder(
     or `draft.path` for models that cannot be loaded or do not share a vocabulary.
     """
     transformers_logging.disable_progress_bar()
-    shapes, tokenizer = model_config(target), load_tokenizer(target)
+    whole = ModelFolder(target)
+    shapes, tokenizer = whole.config, whole.tokenizer
     files = tokenizer_files(target)
     stored = "auto" if dtype is None else getattr(torch, dtype)
-    model, real, kept_ids = load_sharing(draft, tokenizer, dtype=stored, device=torch.device("cpu"))
-    before = model_config(draft).get_text_config().vocab_size
+    own = ModelFolder(draft)
+    before = own.config.get_text_config().vocab_size
+    model, real, kept_ids = load_sharing(own, tokenizer, dtype=stored, device=torch.device("cpu"))
     rows = shapes.get_text_config().vocab_size
     real_vocab_size(tokenizer, shapes, "target")  # which refuses a target with too few rows
     fit_rows(model, rows=rows, real=real, kept_ids=kept_ids)
@@ -68,7 +75,7 @@ def write_plain_folder(
             "other ids are the mean of these"
         )
     model.generation_config = GenerationConfig(  # what transformers reads of an assistant
-        eos_token_id=list(declared_ends(target, tokenizer)) or None,
+        eos_token_id=list(end_of_text_ids(whole.generation, tokenizer)) or None,
         pad_token_id=tokenizer.pad_token_id,
         **assistant_options(gamma),
     )

@@ -42,8 +42,8 @@ from draftkit.evaluation.walltime import (
     time_ways,
 )
 from draftkit.models.adapter import Adapter
-from draftkit.models.loading import Target, load_draft, model_config
-from draftkit.models.memory import free_bytes, in_float32, weight_count
+from draftkit.models.devices import free_bytes, in_float32
+from draftkit.models.loading import Target, load_draft, model_config, weight_count
 from draftkit.theory.speedup import Costs
 
 LOSSLESS_PROMPTS = 32

@@ -22,9 +22,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from draftkit.models.cache import SlotCache
-from draftkit.models.context import context_of
 from draftkit.models.parallel import Chains, Packing, Parallel, parallel_of
-from draftkit.models.streams import Streams
+from draftkit.models.shapes import Streams, context_of
 
 ROLLBACK_LAYERS = {"full_attention", "sliding_attention"}
 SHAPE_BOUND_TYPES = {"bloom", "gpt_neo"}  # they read positions off the shape of the cache
@@ -279,13 +278,10 @@ class CausalAdapter(Adapter):
     ) -> None:
         check_cache(model)
         config = model.config.get_text_config()
-        context = context_of(model.config)
-        super().__init__(model, vocab_size=vocab_size, max_positions=context)
-        self._context = context
+        super().__init__(model, vocab_size=vocab_size, max_positions=context_of(model.config))
         self._window: int | None = getattr(config, "sliding_window", None)
         self._layer_types = set(getattr(config, "layer_types", None) or ())
-        kept_ids = None if kept_ids is None else kept_ids.to(self.device)
-        self.kept_ids = kept_ids
+        self.kept_ids = None if kept_ids is None else kept_ids.to(self.device)
         self._kept_head: Head | None = None
         self._chooses_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._model_takes, self._stack_takes = map(cache_argument, (model, model.base_model))
@@ -298,20 +294,41 @@ class CausalAdapter(Adapter):
 
     def step(self, tokens: Tensor, *, positions: Tensor, cache: SlotCache, last: int = 0) -> Tensor:
         if self._kept_head is not None:
-            inputs = self._cached_inputs(tokens, positions, cache, self._stack_takes)
-            states = self._pass(self.model.base_model, inputs, cache).last_hidden_state
-            return self._kept_head(states[:, -last:])
-        inputs = self._cached_inputs(tokens, positions, cache, self._model_takes)
-        if self._chooses_logits:
-            inputs["logits_to_keep"] = last
-        return self._cut(self._pass(self.model, inputs, cache).logits[:, -last:])
+            stack = self.model.base_model
+            outputs = self._pass(stack, self._stack_takes, tokens, positions, cache)
+            return self._kept_head(outputs.last_hidden_state[:, -last:])
+        more = {"logits_to_keep": last} if self._chooses_logits else {}
+        outputs = self._pass(self.model, self._model_takes, tokens, positions, cache, **more)
+        return self._cut(outputs.logits[:, -last:])
 
     def prefill(self, tokens: Tensor, *, positions: Tensor, cache: SlotCache) -> None:
-        inputs = self._cached_inputs(tokens, positions, cache, self._stack_takes)
-        self._pass(self.model.base_model, inputs, cache)
+        self._pass(self.model.base_model, self._stack_takes, tokens, positions, cache)
 
-    def _pass(self, module: Any, inputs: dict[str, Any], cache: SlotCache) -> Any:
-        """What `module` makes of `inputs`; the cache keeps the residual streams that it taps."""
+    def _pass(
+        self,
+        module: Any,
+        argument: str,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: SlotCache,
+        **more: int,
+    ) -> Any:
+        """What `module` makes of tokens through the cache: that at position t sees the slots 0..t.
+
+        argument: what the module names its cache, as `cache_argument` tells. The cache keeps the
+        residual streams that it taps.
+        """
+        # Beyond the context is garbage, at legal positions.
+        positions = positions.clamp(max=self.max_positions - 1)
+        slots, behind, seen = cache.reading(positions)
+        inputs: dict[str, Any] = {
+            "input_ids": tokens,
+            "position_ids": positions,
+            "attention_mask": self._masks(behind, seen),
+            argument: cache.at(slots),
+            "use_cache": True,
+            **more,
+        }
         if not cache.taps:
             return module(**inputs)
         self._streams.open(cache.taps)
@@ -402,23 +419,6 @@ class CausalAdapter(Adapter):
             self.model.train(training)
         hidden = stack.last_hidden_state
         return torch.equal(given[0], hidden) and torch.equal(loud[0].to(logits.dtype), logits)
-
-    def _cached_inputs(
-        self, tokens: Tensor, positions: Tensor, cache: SlotCache, argument: str
-    ) -> dict[str, Any]:
-        """Arguments of a cached forward pass: the token at position t sees the slots 0..t.
-
-        argument: what the module that is called names its cache, as `cache_argument` tells.
-        """
-        positions = positions.clamp(max=self._context - 1)  # beyond is garbage, at legal positions
-        slots, behind, seen = cache.reading(positions)
-        return {
-            "input_ids": tokens,
-            "position_ids": positions,
-            "attention_mask": self._masks(behind, seen),
-            argument: cache.at(slots),
-            "use_cache": True,
-        }
 
     def _masks(self, behind: Tensor, seen: Tensor) -> Tensor | dict[str, Tensor]:
         """Additive masks of the layers, with and without a sliding window.

@@ -129,13 +129,16 @@ class SlotCache(Cache):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
         """Write [B, heads, N, D] into the slots; return the visible [B, heads, C, D] of both."""
-        if layer_idx == len(self._keys):
-            self._keys.append(self._buffer(key_states))
-            self._values.append(self._buffer(value_states))
-        return (
-            self._write(self._keys[layer_idx], key_states),
-            self._write(self._values[layer_idx], value_states),
-        )
+        rows = self._rows(key_states.device)[:, None]
+        held = (self._keys, self._values)
+        for buffers, states in zip(held, (key_states, value_states), strict=True):
+            if layer_idx == len(buffers):
+                # Heads before slots: products over many rows then read keys where they lie.
+                shape = (self.rows, states.shape[1], self.capacity, states.shape[3])
+                buffers.append(states.new_zeros(shape))
+            buffers[layer_idx][rows, :, self._positions] = states.transpose(1, 2)
+        keys, values = (buffers[layer_idx][:, :, : self.visible] for buffers in held)
+        return self._of_rows(keys), self._of_rows(values)
 
     def keep(self, layer: int, states: Tensor) -> None:
         """Keep the residual stream [B, N, H] behind so many layers in the slots of the pass."""
@@ -182,17 +185,6 @@ class SlotCache(Cache):
         """Lengths [B] of the encoder texts of the selected rows."""
         assert self._encoder_lengths is not None
         return self._of_rows(self._encoder_lengths)
-
-    def _buffer(self, states: Tensor) -> Tensor:
-        _, heads, _, size = states.shape
-        # Heads before slots: products over many rows then read keys where they lie.
-        return states.new_zeros(self.rows, heads, self.capacity, size)
-
-    def _write(self, buffer: Tensor, states: Tensor) -> Tensor:
-        assert self._positions is not None
-        rows = self._rows(buffer.device)[:, None]
-        buffer[rows, :, self._positions] = states.transpose(1, 2)
-        return self._of_rows(buffer[:, :, : self.visible])
 
     def _rows(self, device: torch.device) -> Tensor:
         """The numbers [B] of the selected rows."""

@@ -10,20 +10,13 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from draftkit.config import Config, DraftConfig
-from draftkit.models.context import LONGROPE, UNBOUNDED, context_of, rope_types
-from draftkit.models.files import check_weights
+from draftkit.config import Config, DraftConfig, flatten
+from draftkit.models.files import ModelFolder, check_weights
 from draftkit.models.head_files import check_head, kind_of_head
 from draftkit.models.heads import STEPS, head_class, layers_read
-from draftkit.models.loading import (
-    check_same_shape,
-    declared_ends,
-    declared_generation,
-    load_tokenizer,
-    model_config,
-)
+from draftkit.models.loading import check_same_shape
 from draftkit.models.served import FILE, unserved
-from draftkit.models.shrink import layer_count
+from draftkit.models.shapes import LONGROPE, UNBOUNDED, context_of, layer_count, rope_types
 from draftkit.models.vocabulary import check_same_tokenizer, real_vocab_size
 
 Shapes = Mapping[str, PreTrainedConfig]  # by section: `target`, and `draft` where one is given
@@ -51,16 +44,24 @@ def findings(config: Config) -> Iterator[Finding]:
 
     Raises ValueError naming `target.path` or `draft.path` for what cannot be read at all.
     """
-    target = load_tokenizer(config.target)
-    shapes = {"target": model_config(config.target)}
-    tokenizers = {"target": target}
-    if config.draft.path is None:
+    target = ModelFolder(config.target)
+    shapes, tokenizers = {"target": target.config}, {"target": target.tokenizer}
+    own = None if config.draft.path is None else ModelFolder(config.draft)
+    drafter: Any = own and own.config
+    if own is None:
         yield Finding(GOOD, "drafter", "made here, with the target's tokenizer")
-    elif head_class(model_config(config.draft)) is not None:
-        yield _head(config.draft, shapes["target"])
+    elif head_class(drafter) is not None:
+        try:
+            check_head(config.draft.named, drafter, shapes["target"])
+            read = layers_read(kind_of_head(drafter), layer_count(shapes["target"]))
+            ids = f"{drafter.draft_vocab_size:,} of {drafter.vocab_size:,} ids"
+            text = f"reads the layers {', '.join(map(str, read))} of the target, and proposes {ids}"
+            yield Finding(GOOD, "head", text)
+        except ValueError as error:
+            yield Finding(WRONG, "head", str(error))
     else:
-        shapes["draft"] = model_config(config.draft)
-        tokenizers["draft"] = load_tokenizer(config.draft)
+        shapes["draft"] = drafter
+        tokenizers["draft"] = own.tokenizer
     try:
         check_same_shape(shapes["target"], shapes.get("draft", shapes["target"]))
     except ValueError as error:
@@ -72,23 +73,28 @@ def findings(config: Config) -> Iterator[Finding]:
         except ValueError as error:
             yield Finding(WRONG, "weights", str(error))
     yield from _vocabulary(shapes, tokenizers, config.draft.extra_tokens)
-    yield from _special_tokens(config, tokenizers)
-    yield _template(config, tokenizers)
-    yield _context(shapes)
-    if names := unserved(vars(declared_generation(config.target))):
+    yield from _special_tokens(target.ends, tokenizers)
+    level, text = GOOD, "chats and prompts are put into the target's chat template"
+    if target.tokenizer.chat_template is None:
+        level, text = NOTE, "the target's tokenizer has no chat template: no chats"
+    elif config.data.chat_template == "never":
+        level, text = NOTE, "not used (data.chat_template=never)"
+    elif len({one.chat_template for one in tokenizers.values()}) > 1:
+        level, text = NOTE, "draft and target differ: the target's is used for both"
+    yield Finding(level, "template", text)
+    sizes = {key: context_of(shape) for key, shape in shapes.items()}
+    words = (
+        f"{key} {size:,}" if size < UNBOUNDED else f"{key} any number of"
+        for key, size in sizes.items()
+    )
+    level = NOTE if len({*sizes.values()}) > 1 else GOOD
+    more = ": the smaller one limits both" if level == NOTE else ""
+    if any(LONGROPE in rope_types(shape) for shape in shapes.values()):
+        more += "; of longrope the short factors are served, up to the original context"
+    yield Finding(level, "context", f"{', '.join(words)} tokens{more}")
+    if names := unserved(vars(target.generation)):
         text = f"{FILE} has {', '.join(names)}, which `generate` obeys: not served"
         yield Finding(NOTE, "sampling", text)
-
-
-def _head(draft: DraftConfig, target: PreTrainedConfig) -> Finding:
-    shape: Any = model_config(draft)
-    try:
-        check_head(f"draft.path {draft.path}", shape, target)
-    except ValueError as error:
-        return Finding(WRONG, "head", str(error))
-    layers = ", ".join(map(str, layers_read(kind_of_head(shape), layer_count(target))))
-    ids = f"{shape.draft_vocab_size:,} of {shape.vocab_size:,} ids"
-    return Finding(GOOD, "head", f"reads the layers {layers} of the target, and proposes {ids}")
 
 
 def _vocabulary(shapes: Shapes, tokenizers: Tokenizers, extra_tokens: str) -> Iterator[Finding]:
@@ -121,9 +127,8 @@ def _vocabulary(shapes: Shapes, tokenizers: Tokenizers, extra_tokens: str) -> It
         yield Finding(GOOD, "padding", text)
 
 
-def _special_tokens(config: Config, tokenizers: Tokenizers) -> Iterator[Finding]:
+def _special_tokens(ends: tuple[int, ...], tokenizers: Tokenizers) -> Iterator[Finding]:
     target = tokenizers["target"]
-    ends = declared_ends(config.target, target)
     if not ends:
         yield Finding(
             WRONG, "end", "target.path: no end of text: add eos_token_id to its generation_config"
@@ -136,30 +141,6 @@ def _special_tokens(config: Config, tokenizers: Tokenizers) -> Iterator[Finding]
         if len({*values.values()}) > 1:
             text = f"{name} is {values['target']!r} in the target, {values['draft']!r} in the draft"
             yield Finding(NOTE, "special", f"{text}: the target's counts")
-
-
-def _template(config: Config, tokenizers: Tokenizers) -> Finding:
-    templates = {key: one.chat_template for key, one in tokenizers.items()}
-    if templates["target"] is None:
-        return Finding(NOTE, "template", "the target's tokenizer has no chat template: no chats")
-    if config.data.chat_template == "never":
-        return Finding(NOTE, "template", "not used (data.chat_template=never)")
-    if len({*templates.values()}) > 1:
-        return Finding(NOTE, "template", "draft and target differ: the target's is used for both")
-    return Finding(GOOD, "template", "chats and prompts are put into the target's chat template")
-
-
-def _context(shapes: Shapes) -> Finding:
-    sizes = {key: context_of(shape) for key, shape in shapes.items()}
-    words = {
-        key: f"{size:,}" if size < UNBOUNDED else "any number of" for key, size in sizes.items()
-    }
-    text = ", ".join(f"{key} {count}" for key, count in words.items())
-    level = NOTE if len({*sizes.values()}) > 1 else GOOD
-    smaller = ": the smaller one limits both" if level == NOTE else ""
-    if any(LONGROPE in rope_types(shape) for shape in shapes.values()):
-        smaller += "; of longrope the short factors are served, up to the original context"
-    return Finding(level, "context", f"{text} tokens{smaller}")
 
 
 def declare_target(draft: PreTrainedConfig, sha256: str) -> None:
@@ -175,11 +156,9 @@ def unknown_target(draft: DraftConfig, shape: PreTrainedConfig, sha256: str) -> 
     known = getattr(shape, TARGET_SHA256, None)
     if head_class(shape) is None or known == sha256:
         return ""
-    made = (
-        "names no target that it was made for" if known is None else "was made for another target"
-    )
+    made = "was made for another target" if known else "names no target that it was made for"
     return (
-        f"draft.path {draft.path}: the head {made} ({TARGET_SHA256} of its config.json), and may "
+        f"{draft.named}: the head {made} ({TARGET_SHA256} of its config.json), and may "
         "agree with this one on little: give a head of this target, or draft.accept_target=true"
     )
 
@@ -188,20 +167,16 @@ def check_same_architecture(own: PreTrainedConfig, given: PreTrainedConfig) -> N
     """Raise ValueError naming the first key by which a model of `given` computes otherwise, though
     its weights may have the names and shapes of one of `own`.
     """
-    left, right = (_traits(config.to_dict()) for config in (own, given))
+    left, right = (  # what shapes a model, with the keys of nested parts as paths
+        {
+            key: value
+            for key, value in flatten(config.to_dict()).items()
+            if not NOT_OF_SHAPE & {*key.split(".")}
+        }
+        for config in (own, given)
+    )
     for key in sorted(left.keys() | right.keys()):
         if left.get(key) != right.get(key):
             raise ValueError(
                 f"{key} of its config.json is {right.get(key)}, the drafter's {left.get(key)}"
             )
-
-
-def _traits(values: Mapping[str, Any], within: str = "") -> dict[str, Any]:
-    """What shapes a model, with the keys of nested parts as paths."""
-    traits: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping) and name not in NOT_OF_SHAPE:
-            traits |= _traits(value, f"{within}{name}.")
-        elif name not in NOT_OF_SHAPE:
-            traits[f"{within}{name}"] = value
-    return traits

@@ -18,14 +18,13 @@ from draftkit.models.adapter import Adapter
 from draftkit.models.heads import (
     EAGLE3,
     MEDUSA,
-    STEPS,
     HeadAdapter,
     adapted,
     head_class,
     layers_read,
 )
 from draftkit.models.parallel import ENCODER_DECODER, parallel_of
-from draftkit.models.shrink import layer_count
+from draftkit.models.shapes import layer_count
 
 # What engines read in ways of their own, or not at all, with the only value that all agree on.
 NOT_PORTABLE: Mapping[str, Any] = {
@@ -36,7 +35,6 @@ NOT_PORTABLE: Mapping[str, Any] = {
 }
 LAYER_IDS = ("eagle_aux_hidden_state_layer_ids", "layer_ids")  # at the top, or in `eagle_config`
 P_EAGLE = "p-eagle"  # what summaries call a head of `draft.head.parallel`
-FOREIGN_STEPS = 4  # where another trainer does not say
 UNREAD = ("t2d",)  # what follows from d2t
 OTHER_NAMES = {"midlayer.": "layers.0."}
 EMBEDDINGS = "embed_tokens.weight"
@@ -65,7 +63,7 @@ def load_head(
     Raises ValueError, one line, for one of another target or with options that engines read in
     ways of their own, and for a folder that is not whole.
     """
-    where = f"draft.path {model.path}"
+    where = model.named
     check_head(where, config, target.model.config)
     weights = _weights(model, where)
     shared: Any = target.model.get_input_embeddings()
@@ -95,7 +93,7 @@ def load_head(
     if own is not None and not torch.equal(own.to(shared.weight), shared.weight):
         rows = own.to(target.device, shared.weight.dtype)
         head.embed_tokens = nn.Embedding.from_pretrained(rows, freeze=True)
-    adapter = adapted(head, target=target, blocks=steps_of(config))
+    adapter = adapted(head, target=target)
     ids = adapter.kept_ids
     if ids is not None and not (
         0 <= int(ids.min()) <= int(ids.max()) < target.vocab_size and len(ids.unique()) == len(ids)
@@ -105,14 +103,6 @@ def load_head(
             "this target"
         )
     return adapter
-
-
-def steps_of(config: Any) -> int:
-    """Proposals of a chain that the head of `config` was trained for."""
-    parallel = parallel_of(config)
-    if parallel is not None:
-        return parallel.blocks
-    return int(getattr(config, "medusa_heads", getattr(config, STEPS, FOREIGN_STEPS)))
 
 
 def check_head(where: str, config: Any, target: PreTrainedConfig) -> None:

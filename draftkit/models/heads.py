@@ -24,6 +24,7 @@ ids, V real vocabulary, S steps, M entries.
 """
 
 from collections.abc import Callable, Hashable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,10 +42,11 @@ from draftkit.models.adapter import Adapter, Head, additive
 from draftkit.models.attention import attention, unrolled_attention
 from draftkit.models.cache import SlotCache
 from draftkit.models.parallel import Chains, Packing, declare, parallel_of
-from draftkit.models.shrink import layer_count, layer_stack
+from draftkit.models.shapes import layer_count, layer_stack
 
 EAGLE3, MEDUSA = HEADS  # of `draft.kind`
 STEPS = "draftkit_steps"  # of config.json: proposals of a chain that a head was trained for
+FOREIGN_STEPS = 4  # where another trainer does not say
 FEWEST_LAYERS = 7  # of a target, lest two of the layers that are read be one
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # query, key, value: what is attended to
 
@@ -64,9 +66,6 @@ def layers_read(kind: str, count: int) -> tuple[int, ...]:
     return (2, count // 2, count - 3)
 
 
-# Models
-
-
 class HeadModel(PreTrainedModel):
     """What heads have in common: an output head over the draft ids, and borrowed embeddings."""
 
@@ -84,10 +83,6 @@ class HeadModel(PreTrainedModel):
 
     def get_output_embeddings(self) -> Any:
         return self.lm_head
-
-    def borrow(self, embeddings: nn.Module) -> None:
-        """Read tokens by `embeddings`, which stay the target's."""
-        self._borrowed = [embeddings]
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
@@ -123,10 +118,11 @@ class Norm(nn.RMSNorm):
 class HeadLayer(nn.Module):
     """The layer of an EAGLE-3 head: Llama's, on embedding and features side by side."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
         size, wide = config.hidden_size, 2 * config.hidden_size
-        heads, shared, self.head_dim = _head_shape(config)
+        heads, shared = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = config.head_dim
         self.self_attn = nn.ModuleDict(
             {
                 "q_proj": nn.Linear(wide, heads * self.head_dim, bias=False),
@@ -157,11 +153,6 @@ class HeadLayer(nn.Module):
         return state + self.mlp(self.post_attention_layernorm(state))
 
 
-def _head_shape(config: Any) -> tuple[int, int, int]:
-    """Heads, heads that keys have, and the size of a head."""
-    return config.num_attention_heads, config.num_key_value_heads, config.head_dim
-
-
 class MedusaHeads(HeadModel):
     """K residual heads, which share one output head."""
 
@@ -173,12 +164,8 @@ class MedusaHeads(HeadModel):
         if config.draft_vocab_size != config.vocab_size:
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
         self.post_init()
-
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        if module in {*self.blocks}:  # each begins as the identity
-            for weight in module.parameters():
-                nn.init.zeros_(weight)
+        for weight in self.blocks.parameters():  # each begins as the identity
+            nn.init.zeros_(weight)
 
 
 HEAD_MODELS = {one.__name__: one for one in (LlamaForCausalLMEagle3, MedusaHeads)}
@@ -192,18 +179,14 @@ def head_class(config: PreTrainedConfig) -> type[HeadModel] | None:
     return HEAD_MODELS.get((config.architectures or [""])[0])
 
 
-# Heads that begin with the target's own weights
-
-
 def head_config(target: PreTrainedConfig, kind: str, *, draft_ids: int, **more: Any) -> LlamaConfig:
     """The configuration of a head of `kind` on a target: its shapes, and `draft_ids` U."""
     text: Any = target.get_text_config()
     rope = getattr(text, "rope_parameters", None)
     heads = text.num_attention_heads
-    name = LlamaForCausalLMEagle3 if kind == EAGLE3 else MedusaHeads
     make: Any = LlamaConfig
     return make(
-        architectures=[name.__name__],
+        architectures=[(LlamaForCausalLMEagle3 if kind == EAGLE3 else MedusaHeads).__name__],
         vocab_size=text.vocab_size,
         draft_vocab_size=draft_ids,
         hidden_size=text.hidden_size,
@@ -276,27 +259,19 @@ def _shared_weights(
         yield head.norm.weight, norm.weight
 
 
-# Their faces
-
-
 class HeadAdapter(Adapter):
     """`Adapter` of a head. Without the target's features none of it runs."""
 
+    model: Any
+
     def __init__(
-        self,
-        model: HeadModel,
-        *,
-        vocab_size: int,
-        reads: tuple[int, ...],
-        max_positions: int,
-        blocks: int,
+        self, model: HeadModel, *, vocab_size: int, reads: tuple[int, ...], max_positions: int
     ) -> None:
         super().__init__(model, vocab_size=vocab_size, max_positions=max_positions)
         self.reads = reads
-        self._blocks = blocks
-        offsets = getattr(model, "d2t", None)
-        if offsets is not None:
-            self.kept_ids = offsets + torch.arange(len(offsets), device=offsets.device)
+        if hasattr(model, "d2t"):
+            self.kept_ids = torch.zeros_like(self.model.d2t)
+            self.renew()
 
     @property
     def signature(self) -> Hashable:
@@ -304,27 +279,21 @@ class HeadAdapter(Adapter):
 
     @property
     def blocks(self) -> int:
-        return self._blocks
+        if self.parallel is not None:
+            return self.parallel.blocks
+        steps = getattr(self.model.config, STEPS, FOREIGN_STEPS)
+        return int(getattr(self.model.config, "medusa_heads", steps))
 
     def rebuilt(self) -> Adapter:
-        model: Any = self.model
-        return type(self)(
-            model,
-            vocab_size=self.vocab_size,
-            reads=self.reads,
-            max_positions=self.max_positions,
-            blocks=self._blocks,
-        )
+        own = {"vocab_size": self.vocab_size, "max_positions": self.max_positions}
+        return type(self)(self.model, reads=self.reads, **own)
 
     def taught(self, blocks: int) -> Adapter:
         """The same head, to be trained for chains of `blocks`."""
-        model: Any = self.model
-        parallel = self.parallel
-        if parallel is None:
-            setattr(model.config, STEPS, blocks)
+        if self.parallel is None:
+            setattr(self.model.config, STEPS, blocks)
         else:
-            declare(model.config, parallel._replace(blocks=blocks))
-        self._blocks = blocks
+            declare(self.model.config, self.parallel._replace(blocks=blocks))
         return self.rebuilt()
 
     def renew(self) -> None:
@@ -334,8 +303,7 @@ class HeadAdapter(Adapter):
 
     @property
     def head(self) -> Head:
-        model: Any = self.model
-        weight = model.lm_head.weight
+        weight = self.model.lm_head.weight
         if self.kept_ids is None:
             return Head(weight[: self.vocab_size], None)
         return Head(weight, None, self.kept_ids, self.vocab_size)
@@ -355,9 +323,8 @@ class MedusaAdapter(HeadAdapter):
 
     def made_of(self, features: Tensor, block: int) -> Tensor:
         """The states [..., H] of head `block` on `features` [..., H]."""
-        model: Any = self.model
         features = features.to(self.dtype)
-        return features + functional.silu(model.blocks[block](features))
+        return features + functional.silu(self.model.blocks[block](features))
 
     def forward(self, entries: Chains, features: Tensor | None = None) -> Tensor:
         assert features is not None
@@ -370,14 +337,12 @@ class Eagle3Adapter(HeadAdapter):
 
     def project(self, features: Tensor) -> Tensor:
         """fc(f): [..., H] of features [..., F]."""
-        model: Any = self.model
-        return model.fc(features.to(model.fc.weight.dtype))
+        return self.model.fc(features.to(self.model.fc.weight.dtype))
 
     @property
     def mask_features(self) -> Tensor:
         """What masks have in place of features: [F]."""
-        model: Any = self.model
-        return model.mask_hidden[0]
+        return self.model.mask_hidden[0]
 
     def feed(
         self, tokens: Tensor, hidden: Tensor, *, positions: Tensor, cache: SlotCache, last: int = 0
@@ -398,16 +363,25 @@ class Eagle3Adapter(HeadAdapter):
 
     def logits(self, states: Tensor) -> Tensor:
         """[..., V] of the states a [..., H]."""
-        model: Any = self.model
-        return self.head(model.norm(states))
+        return self.head(self.model.norm(states))
 
     def forward(self, entries: Chains, features: Tensor | None = None) -> Tensor:
         assert features is not None
-        model: Any = self.model
-        if entries.packing is not None:
-            states = self._packed(entries.tokens, entries.packing, features)
-            return model.norm(states[entries.keep])
-        return model.norm(torch.cat([*self._unrolled(entries.tokens, features, entries.keep)]))
+        packing = entries.packing
+        if packing is None:
+            states = torch.cat([*self._unrolled(entries.tokens, features, entries.keep)])
+            return self.model.norm(states)
+        # Rows [B, L] with the masks of their chains (`parallel.chains`).
+        _, seen = packing.seen()
+        seen = seen & (packing.positions > 0)[:, None, None, :]
+        before = (packing.positions - 1).clamp(min=0)[..., None].expand(-1, -1, features.shape[-1])
+        given = features.gather(1, before).to(self.dtype)
+        if packing.blocks is not None:
+            given = torch.where((packing.blocks > 0)[..., None], self.mask_features, given)
+        hidden = self.project(given)
+        attend = partial(self._attention, mask=additive(seen, hidden.dtype))
+        states = self._layer(entries.tokens, hidden, packing.positions, attend)[entries.keep]
+        return self.model.norm(states)
 
     def _unrolled(self, tokens: Tensor, features: Tensor, keep: Tensor) -> Iterator[Tensor]:
         """The states a of the entries of each step. keep: [S, B, T].
@@ -437,30 +411,13 @@ class Eagle3Adapter(HeadAdapter):
             yield hidden[kept[:, columns]]
             hidden = hidden if step else hidden[:, span]
 
-    def _packed(self, tokens: Tensor, packing: Packing, features: Tensor) -> Tensor:
-        """The states [B, L, H] of rows with the masks of their chains (`parallel.chains`)."""
-        _, seen = packing.seen()
-        seen = seen & (packing.positions > 0)[:, None, None, :]
-        before = (packing.positions - 1).clamp(min=0)[..., None].expand(-1, -1, features.shape[-1])
-        given = features.gather(1, before).to(self.dtype)
-        if packing.blocks is not None:
-            given = torch.where((packing.blocks > 0)[..., None], self.mask_features, given)
-        hidden = self.project(given)
-        mask = additive(seen, hidden.dtype)
-
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return self._attention(query, key, value, mask)
-
-        return self._layer(tokens, hidden, packing.positions, attend)
-
     def _layer(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        model: Any = self.model
-        embedded = model.get_input_embeddings()(tokens).to(hidden.dtype)
-        return model.layers[0](embedded, hidden, model.rotary(hidden, positions), attend)
+        embedded = self.model.get_input_embeddings()(tokens).to(hidden.dtype)
+        rotary = self.model.rotary(hidden, positions)
+        return self.model.layers[0](embedded, hidden, rotary, attend)
 
     def _attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-        model: Any = self.model
-        module, scaling = model.layers[0].self_attn, query.shape[-1] ** -0.5
+        module, scaling = self.model.layers[0].self_attn, query.shape[-1] ** -0.5
         module.num_key_value_groups = query.shape[1] // key.shape[1]
         return attention(module, query, key, value, mask.to(query.dtype), scaling=scaling)[0]
 
@@ -470,17 +427,12 @@ def _shifted(features: Tensor) -> Tensor:
     return torch.cat([features[:, :1], features[:, :-1]], 1)
 
 
-def adapted(model: HeadModel, *, target: Adapter, blocks: int) -> HeadAdapter:
+def adapted(model: HeadModel, *, target: Adapter) -> HeadAdapter:
     """The face of a head beside its `target`, whose embeddings it borrows where it has none."""
-    count = layer_count(target.model.config)
-    kind = MEDUSA if isinstance(model, MedusaHeads) else EAGLE3
-    made: Any = MedusaAdapter if kind == MEDUSA else Eagle3Adapter
+    is_medusa = isinstance(model, MedusaHeads)
     if not model._borrowed:
-        model.borrow(target.model.get_input_embeddings())
-    return made(
-        model,
-        vocab_size=target.vocab_size,
-        reads=layers_read(kind, count),
-        max_positions=target.max_positions,
-        blocks=blocks,
-    )
+        model._borrowed = [target.model.get_input_embeddings()]
+    made = MedusaAdapter if is_medusa else Eagle3Adapter
+    reads = layers_read(MEDUSA if is_medusa else EAGLE3, layer_count(target.model.config))
+    own = {"vocab_size": target.vocab_size, "max_positions": target.max_positions}
+    return made(model, reads=reads, **own)

@@ -34,7 +34,12 @@ def with_lora(draft: Adapter, lora: LoraConfig, *, seed: int) -> Adapter:
     import peft  # half a second that full fine-tuning does without
 
     model: Any = draft.model
-    names = linear_layers(model)
+    head = model.get_output_embeddings()
+    names = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module is not head
+    ]
     settings = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=SCALE * lora.rank,
@@ -45,16 +50,6 @@ def with_lora(draft: Adapter, lora: LoraConfig, *, seed: int) -> Adapter:
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(settings, model)
     return draft.rebuilt()
-
-
-def linear_layers(model: PreTrainedModel) -> list[str]:
-    """The names of all linear layers, the head excepted."""
-    head: Any = model.get_output_embeddings()
-    return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and module is not head
-    ]
 
 
 def save_plain(model: PreTrainedModel, folder: Path) -> None:

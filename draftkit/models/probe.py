@@ -17,8 +17,8 @@ from torch import Tensor
 from draftkit.artifacts import first_line
 from draftkit.models.adapter import Adapter
 from draftkit.models.cache import SlotCache
-from draftkit.models.context import rope_types
 from draftkit.models.parallel import Packing
+from draftkit.models.shapes import rope_types
 
 SHORT, LONG = [5, 12, 19, 26], [9, 6, 27, 20, 13, 25, 18, 11]  # ids
 APART = 64  # positions between tokens, at most: over distances frequencies of rope differ most

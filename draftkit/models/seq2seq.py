@@ -30,8 +30,8 @@ from transformers import (
 
 from draftkit.models.adapter import Adapter, Head, additive, cache_argument
 from draftkit.models.cache import SlotCache
-from draftkit.models.context import UNBOUNDED
 from draftkit.models.parallel import Packing
+from draftkit.models.shapes import UNBOUNDED
 
 T5_TYPES = ("t5", "mt5")
 
@@ -122,9 +122,6 @@ class Seq2SeqAdapter(Adapter):
     def prefill(self, tokens: Tensor, *, positions: Tensor, cache: SlotCache) -> None:
         self._decode(tokens, positions, cache)
 
-    def score(self, tokens: Tensor, keep: Tensor) -> Tensor:
-        return self.head(self.states(tokens, keep))
-
     def states(self, tokens: Tensor, keep: Tensor, packing: Packing | None = None) -> Tensor:
         if packing is not None:
             raise ValueError("draft.kind=pard: an encoder-decoder drafter is plain: use plain")
@@ -164,7 +161,13 @@ class Seq2SeqAdapter(Adapter):
     def _decode(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
         """The last hidden states [B, N, H], normed and not scaled."""
         decoder = self._decoder
-        own_bias = self._own_bias(positions, cache.visible)
+        # [B, heads, N, C]: the learned bias of each distance; slots after the position masked.
+        attention = decoder.block[0].layer[0].SelfAttention
+        by_distance = attention.relative_attention_bias(self._buckets)  # [farthest + 1, heads]
+        distance = positions[..., None] - torch.arange(cache.visible, device=positions.device)
+        own_bias = by_distance[distance.clamp(0, self._farthest)].permute(0, 3, 1, 2)
+        own_bias = own_bias.masked_fill((distance < 0)[:, None], torch.finfo(own_bias.dtype).min)
+        own_bias = own_bias.contiguous()
         encoder_text = inside(cache.encoder_lengths, cache.encoder_capacity)
         cross_bias = additive(encoder_text, self.dtype)[:, None, None]  # [B, 1, 1, E]
         layers: list[Any] = [DynamicLayer() for _ in decoder.block]
@@ -183,12 +186,3 @@ class Seq2SeqAdapter(Adapter):
                 **{self._block_takes: caches},
             )[0]
         return decoder.final_layer_norm(hidden)
-
-    def _own_bias(self, positions: Tensor, visible: int) -> Tensor:
-        """[B, heads, N, C]: the learned bias of each distance; slots after the position masked."""
-        attention = self._decoder.block[0].layer[0].SelfAttention
-        by_distance = attention.relative_attention_bias(self._buckets)  # [farthest + 1, heads]
-        distance = positions[..., None] - torch.arange(visible, device=positions.device)
-        bias = by_distance[distance.clamp(0, self._farthest)].permute(0, 3, 1, 2)
-        lowest = torch.finfo(bias.dtype).min
-        return bias.masked_fill((distance < 0)[:, None], lowest).contiguous()

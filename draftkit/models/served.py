@@ -16,7 +16,7 @@ from transformers.utils import cached_file
 from draftkit.artifacts import first_line
 from draftkit.config import SamplingConfig, TargetConfig
 from draftkit.hub import hub_has
-from draftkit.models.loading import check_folder
+from draftkit.models.files import check_folder
 
 FILE = "generation_config.json"
 KEYS = tuple(one.name for one in fields(SamplingConfig))
@@ -47,12 +47,27 @@ def served_sampling(target: TargetConfig, given: Mapping[str, Any]) -> tuple[Sam
     What is `given` wins; what neither names has the default of `SamplingConfig`. Raises ValueError
     naming the file, or `target.path`, for what cannot be read.
     """
-    content, file = _content(target), f"{target.path}/{FILE}"
-    advised: dict[str, Any] = {
-        name: _number(content[name], name, file)
-        for name in KEYS
-        if name not in given and content is not None and content.get(name) is not None
-    }
+    file, content, name, revision = f"{target.path}/{FILE}", None, target.location, target.revision
+    check_folder(target)
+    path = Path(name) / FILE
+    local = path.parent.is_dir()
+    if path.exists() if local else hub_has(name, FILE, section="target", revision=revision):
+        try:
+            path = path if local else Path(str(cached_file(name, FILE, revision=revision)))
+            content = dict(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise ValueError(
+                f"sampling.from=model: cannot read {FILE} of target.path {target.path} "
+                f"({first_line(error)}): mend or fetch it, or use sampling.from=config"
+            ) from error
+    advised: dict[str, Any] = {}
+    for key in KEYS:
+        value, kind = (content or {}).get(key), type(getattr(SamplingConfig(), key))
+        if value is None or key in given:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | kind):
+            raise ValueError(f"{file}: {key} is {value!r}: correct it, or give sampling.{key}=...")
+        advised[key] = kind(value)
     origin = f"{', '.join(advised)} of {file}" if advised else f"{file} has no other key of it"
     if content is None:
         origin = f"{target.path} has no {FILE}"
@@ -89,30 +104,3 @@ def unserved(content: Mapping[str, Any]) -> list[str]:
         and (content[name] or name.endswith("_token_id"))
         and content[name] != NEUTRAL.get(name)
     )
-
-
-def _number(value: Any, name: str, file: str) -> Any:
-    """The value of `name`, of the type that `SamplingConfig` has for it."""
-    kind = type(getattr(SamplingConfig(), name))
-    if isinstance(value, bool) or not isinstance(value, int | kind):
-        raise ValueError(f"{file}: {name} is {value!r}: correct it, or give sampling.{name}=...")
-    return kind(value)
-
-
-def _content(target: TargetConfig) -> dict[str, Any] | None:
-    """What the file of `target` holds, None where there is none."""
-    if target.path is None:
-        return None
-    check_folder(target)
-    path, name, revision = Path(target.location) / FILE, target.location, target.revision
-    local = path.parent.is_dir()
-    if not (path.exists() if local else hub_has(name, FILE, section="target", revision=revision)):
-        return None
-    try:
-        path = path if local else Path(str(cached_file(name, FILE, revision=revision)))
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(
-            f"sampling.from=model: cannot read {FILE} of target.path {target.path} "
-            f"({first_line(error)}): mend or fetch it, or use sampling.from=config"
-        ) from error

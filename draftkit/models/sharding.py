@@ -20,7 +20,7 @@ from torch import Tensor
 from draftkit.config import HardwareConfig, TargetConfig
 from draftkit.models.devices import resolve_device, resolve_dtype
 from draftkit.models.loading import Target, load_target
-from draftkit.models.shrink import layer_stack
+from draftkit.models.shapes import layer_stack
 
 
 def load_sharded_target(model: TargetConfig, hardware: HardwareConfig) -> Target:
@@ -28,24 +28,19 @@ def load_sharded_target(model: TargetConfig, hardware: HardwareConfig) -> Target
 
     Raises ValueError as that does, and where there is but one process.
     """
-    check_group()
-    device = resolve_device(hardware)
-    dtype = resolve_dtype(hardware, device)
-    mapped = replace(hardware, device="cpu")
-    # Any other dtype would be a copy of the whole, and passes would read all of it.
-    target = load_target(model, mapped, dtype="auto", probed=False)
-    shard_layers(target.adapter.model, device=device, dtype=dtype)
-    return replace(target, dtype=resolve_dtype(hardware, device), device=device)
-
-
-def check_group() -> None:
-    """Raise ValueError where there is no second process to share a model with."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() < 2:
         raise ValueError(
             "hardware.shard_target: there is no second process to share the target with: "
             "use `accelerate launch --num_processes N -m draftkit distill ...` (without GPUs: "
             "`python -m torch.distributed.run --nproc_per_node N -m ...`), or false"
         )
+    device = resolve_device(hardware)
+    dtype = resolve_dtype(hardware, device)
+    mapped = replace(hardware, device="cpu")
+    # Any other dtype would be a copy of the whole, and passes would read all of it.
+    target = load_target(model, mapped, dtype="auto", probed=False)
+    shard_layers(target.adapter.model, device=device, dtype=dtype)
+    return replace(target, dtype=dtype, device=device)
 
 
 def shard_layers(model: Any, *, device: torch.device, dtype: torch.dtype) -> None:

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from draftkit.models.files import KEPT_IDS
+from draftkit.models.shapes import layer_count, layer_stack
 
 
 def chosen_layers(layers: int | Sequence[int], count: int) -> list[int]:
@@ -50,23 +50,16 @@ def cut_shape(config: PreTrainedConfig, layers: int | Sequence[int]) -> PreTrain
 
     Raises ValueError as `chosen_layers` does.
     """
+    chosen, count = chosen_layers(layers, layer_count(config)), layer_count(config)
     cut = copy.deepcopy(config)
-    _cut_lists(_stack(cut), chosen_layers(layers, layer_count(config)))
+    counts: Any = cut if cut.is_encoder_decoder else cut.get_text_config()
+    for name, value in list(vars(counts).items()):
+        # A list of ids may be as long as there are layers: the name tells them apart.
+        if isinstance(value, list) and len(value) == count and "layer" in name:
+            setattr(counts, name, [value[layer] for layer in chosen])
+    name = "num_decoder_layers" if cut.is_encoder_decoder else "num_hidden_layers"
+    setattr(counts, name, len(chosen))
     return cut
-
-
-def layer_count(config: PreTrainedConfig) -> int:
-    """The layers of a model of `config`; of an encoder-decoder one those of its decoder."""
-    return int(getattr(_stack(config), _count_name(config)))
-
-
-def _stack(config: PreTrainedConfig) -> Any:
-    """The part of `config` that counts the layers that are cut."""
-    return config if config.is_encoder_decoder else config.get_text_config()
-
-
-def _count_name(config: PreTrainedConfig) -> str:
-    return "num_decoder_layers" if config.is_encoder_decoder else "num_hidden_layers"
 
 
 def shrink(target: PreTrainedModel, layers: int | Sequence[int]) -> PreTrainedModel:
@@ -81,7 +74,15 @@ def shrink(target: PreTrainedModel, layers: int | Sequence[int]) -> PreTrainedMo
     with torch.random.fork_rng(devices=[]):  # the first weights are random, and overwritten
         made: Any = type(target)._from_config(config, dtype=target.dtype)
     own = made.state_dict()
-    weights = _renumbered(target, layers)
+    prefix = f"{layer_stack(target)[0]}."  # of an encoder-decoder model: the encoder stays whole
+    weights = {}  # without the other layers, the chosen ones numbered from 0
+    for name, weight in target.state_dict().items():
+        if name.startswith(prefix):
+            number, _, rest = name.removeprefix(prefix).partition(".")
+            if int(number) not in layers:
+                continue
+            name = f"{prefix}{layers.index(int(number))}.{rest}"
+        weights[name] = weight
     strange = sorted(
         name
         for name in own.keys() | weights.keys()
@@ -95,48 +96,6 @@ def shrink(target: PreTrainedModel, layers: int | Sequence[int]) -> PreTrainedMo
     made.load_state_dict(weights)
     made.generation_config = copy.deepcopy(target.generation_config)
     return made.to(target.device).eval()
-
-
-def _cut_lists(config: Any, layers: Sequence[int]) -> None:
-    """Cut the number of layers, and every list in `config` with an entry for each layer."""
-    count = layer_count(config)
-    for name, value in list(vars(config).items()):
-        # A list of ids may be as long as there are layers: the name tells them apart.
-        if isinstance(value, list) and len(value) == count and "layer" in name:
-            setattr(config, name, [value[layer] for layer in layers])
-    setattr(config, _count_name(config), len(layers))
-
-
-def layer_stack(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """The name in `model` of the layers that write text, and these; an encoder or a vision tower
-    may have as many. Raises ValueError for a model that holds them otherwise.
-    """
-    count, decoder = layer_count(model.config), model.get_decoder()
-    inside = {*decoder.modules()}
-    for name, module in model.named_modules():  # the outermost comes first
-        if isinstance(module, nn.ModuleList) and len(module) == count and module in inside:
-            return name, module
-    raise ValueError(
-        f"draft.shrink.layers: {model.config.model_type} has no list of its {count} layers, and "
-        "cannot be cut or split: give a drafter as draft.path"
-    )
-
-
-def _renumbered(target: PreTrainedModel, layers: Sequence[int]) -> dict[str, Tensor]:
-    """The weights of `target` without the other layers, the chosen ones numbered from 0.
-
-    The encoder of an encoder-decoder model stays whole.
-    """
-    prefix = f"{layer_stack(target)[0]}."
-    weights = {}
-    for name, weight in target.state_dict().items():
-        if name.startswith(prefix):
-            number, _, rest = name.removeprefix(prefix).partition(".")
-            if int(number) not in layers:
-                continue
-            name = f"{prefix}{layers.index(int(number))}.{rest}"
-        weights[name] = weight
-    return weights
 
 
 # Kept ids
@@ -175,19 +134,14 @@ def frequent_ids(
     return torch.tensor(sorted(kept), dtype=torch.int64)
 
 
-def kept_share(sequences: Iterable[Sequence[int]], kept_ids: Tensor) -> float:
+def share_of_tokens(sequences: Iterable[Sequence[int]], kept_ids: Tensor) -> float:
     """Return the share of all tokens of `sequences` that are among `kept_ids` [K]."""
     seen = Counter(chain.from_iterable(sequences))
     return sum(seen[token] for token in kept_ids.tolist()) / max(1, seen.total())
 
 
-def write_kept_ids(folder: Path, kept_ids: Tensor) -> None:
-    """Write `kept_ids` [K] into the folder of a model."""
-    (folder / KEPT_IDS).write_text(json.dumps(kept_ids.tolist()), encoding="utf-8")
-
-
 def read_kept_ids(path: Path, vocab_size: int) -> Tensor:
-    """Read what `write_kept_ids` wrote. Raises ValueError for anything else: one line."""
+    """The ids [K] in the file `path` of a draft. Raises ValueError for anything else: one line."""
     with suppress(ValueError, OSError):
         ids = json.loads(path.read_text(encoding="utf-8"))
         whole = isinstance(ids, list) and ids and all(type(token) is int for token in ids)

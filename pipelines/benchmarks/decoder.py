@@ -32,8 +32,8 @@ from draftkit.evaluation.lossless import decoded_identity, greedy_answers
 from draftkit.evaluation.summary import count_rounds
 from draftkit.evaluation.walltime import PLAIN, Setting, Timed, decoding, time_ways
 from draftkit.models.adapter import Adapter
+from draftkit.models.devices import peak_bytes
 from draftkit.models.loading import Target, load_draft, load_target
-from draftkit.models.memory import peak_bytes
 from draftkit.templates import interval
 from draftkit.theory.speedup import Costs
 

@@ -18,8 +18,7 @@ from draftkit.artifacts import read_json, write_text
 from draftkit.config import Config
 from draftkit.decoding.ngrams import PromptLookup
 from draftkit.evaluation.choice import HYBRID, LOOKUP, guessed_lengths
-from draftkit.models.loading import model_config
-from draftkit.models.memory import weight_count
+from draftkit.models.loading import model_config, weight_count
 from draftkit.templates import interval, render
 
 from ..command import guarded

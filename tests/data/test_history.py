@@ -8,9 +8,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast as Fast
 
 from draftkit.config import DataConfig
-from draftkit.data.chats import ChatFormat
+from draftkit.data.chats import ChatFormat, answers
 from draftkit.data.corpora import Document
-from draftkit.data.history import answers
 from draftkit.data.lengths import lengths_within
 from draftkit.data.prompts import RowReader
 from tests.templates import CHAT, byte_bpe, headers, thinking

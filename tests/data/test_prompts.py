@@ -11,8 +11,7 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerFast as Fast
 
 from draftkit.config import DataConfig
-from draftkit.data.bad_rows import KINDS
-from draftkit.data.corpora import Document, document_of, read_documents
+from draftkit.data.corpora import KINDS, Document, read_document, read_documents
 from draftkit.data.lengths import Room, reading_notes, shares_cut
 from draftkit.data.prompts import TOGETHER, Example, RowReader
 from draftkit.data.splits import SPLITS, Splits, make_splits
@@ -513,7 +512,7 @@ def test_a_file_of_bad_rows_alone_is_refused_when_the_first_are_read(
                 content: Any = json.loads(row[0])
             except (ValueError, RecursionError) as error:
                 content = error
-            yield document_of(content, data, f"line {taken[-1]}", "")
+            yield read_document(content, data, f"line {taken[-1]}", "")
 
     with pytest.raises(ValueError, match=r"^line 1: ") as caught:
         list(RowReader(STRICT, data).read(documents()))

@@ -151,7 +151,7 @@ def head(kind: str, *, draft_ids: int = tiny.VOCAB_SIZE) -> tuple[CausalAdapter,
     """
     base = tiny.model("llama", **SMALL | {"num_hidden_layers": 7})
     target = CausalAdapter(base, vocab_size=tiny.VOCAB_SIZE)
-    more = {"medusa_heads": 3} if kind == MEDUSA else {}
+    more = {"medusa_heads": 3} if kind == MEDUSA else {"draftkit_steps": 3}
     if kind == "p-eagle":
         more = {"pard_token": tiny.VOCAB_SIZE - 1, "pard_k": 3}
     name = EAGLE3 if kind == "p-eagle" else kind
@@ -163,7 +163,7 @@ def head(kind: str, *, draft_ids: int = tiny.VOCAB_SIZE) -> tuple[CausalAdapter,
         )
         for weight in made.parameters():
             weight.data.add_(0.1 * torch.randn_like(weight))
-    return target, adapted(made.eval(), target=target, blocks=3)
+    return target, adapted(made.eval(), target=target)
 
 
 def drive(

@@ -13,7 +13,7 @@ from draftkit.distillation.fit import PLAIN_SHARE, with_warmup
 from draftkit.distillation.loop import Outcome
 from draftkit.evaluation.intervals import Estimate
 from draftkit.models.loading import save_model
-from draftkit.models.shrink import layer_stack
+from draftkit.models.shapes import layer_stack
 from draftkit.tracking import FILE_NAME, Tracker, read_metrics
 from tests import tiny
 from tests.distillation.fittings import CONFIG, config_of, fitted

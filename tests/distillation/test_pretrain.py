@@ -16,8 +16,9 @@ from draftkit.data.prompts import Example
 from draftkit.data.splits import Splits
 from draftkit.distillation.pretrain import full_rows, make_draft, new_model
 from draftkit.distillation.ranks import agree
+from draftkit.models.files import KEPT_IDS
 from draftkit.models.loading import load_model, save_model
-from draftkit.models.shrink import KEPT_IDS, read_kept_ids
+from draftkit.models.shrink import read_kept_ids
 from draftkit.tracking import Tracker, read_metrics
 from tests import tiny
 from tests.launching import fork_ranks

@@ -21,9 +21,9 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from draftkit.config import TargetConfig
-from draftkit.models.context import context_of
 from draftkit.models.gguf_files import BYTES, CONTROL, DIGITS, GPT_2, SPLITTERS, USER_DEFINED
 from draftkit.models.loading import load_model, load_tokenizer, model_config
+from draftkit.models.shapes import context_of
 
 TYPES = {"f32": "F32", "q8_0": "Q8_0"}  # of matrices; vectors are float32
 NORMAL, UNUSED = 1, 5  # types of tokens

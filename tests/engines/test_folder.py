@@ -16,9 +16,9 @@ from draftkit.data.rollouts import Record
 from draftkit.engines.folder import fit_rows, raise_context, write_plain_folder
 from draftkit.evaluation.alpha import score_drafts
 from draftkit.models.adapter import CausalAdapter
+from draftkit.models.files import KEPT_IDS
 from draftkit.models.loading import load_draft, load_target, load_tokenizer
 from draftkit.models.lora import with_lora
-from draftkit.models.shrink import KEPT_IDS
 from tests.engines import making
 from tests.engines.making import REAL
 from tests.trained import END_OF_TEXT

@@ -13,8 +13,8 @@ import torch.distributed.fsdp  # here, lest each process imports it after the fo
 from draftkit.artifacts import write_json
 from draftkit.config import HardwareConfig, TargetConfig
 from draftkit.models.loading import load_target
+from draftkit.models.shapes import layer_stack
 from draftkit.models.sharding import load_sharded_target, shard_layers
-from draftkit.models.shrink import layer_stack
 from tests import tiny
 from tests.launching import fork_ranks
 

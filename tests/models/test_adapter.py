@@ -1,6 +1,5 @@
 """The adapter against the model itself: cached steps, scores, heads, padding, and refusals."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -86,14 +85,6 @@ def test_scores_of_kept_positions_equal_the_model_whatever_lies_to_the_right(
     assert (adapter.head is None) == (architecture == "gemma2")  # its logits are soft-capped
 
 
-def cohere2() -> PreTrainedConfig:
-    return Cohere2Config(logit_scale=0.25, **SHAPE)
-
-
-def granite() -> PreTrainedConfig:
-    return GraniteConfig(logits_scaling=4.0, **SHAPE)
-
-
 SHAPE: dict[str, Any] = {
     "vocab_size": 32,
     "hidden_size": 32,
@@ -126,10 +117,14 @@ def test_packed_texts_are_scored_as_they_are_alone(architecture: str) -> None:
     assert not torch.allclose(found[9:], mixed[9:], atol=1e-3)
 
 
-@pytest.mark.parametrize("config", [cohere2, granite])
+@pytest.mark.parametrize(
+    "config",
+    [Cohere2Config(logit_scale=0.25, **SHAPE), GraniteConfig(logits_scaling=4.0, **SHAPE)],
+    ids=["cohere2", "granite"],
+)
 @torch.no_grad()
-def test_scaled_logits_are_scored_and_stepped_whole(config: Callable[[], PreTrainedConfig]) -> None:
-    model = AutoModelForCausalLM.from_config(config(), dtype=torch.float32).eval().double()
+def test_scaled_logits_are_scored_and_stepped_whole(config: PreTrainedConfig) -> None:
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().double()
     adapter = CausalAdapter(model, vocab_size=32)
     tokens = tiny.tokens(2, 9) % 32
     expected = tiny.logits(model, tokens)
@@ -235,19 +230,19 @@ def test_weights_that_do_not_fit_are_refused_and_nothing_changes(
 
 # Refusals
 
-REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
+FEW: dict[str, Any] = {"vocab_size": 32, "hidden_size": 32}
+REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
     "convolution": (
-        lambda: Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]),
+        Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]),
         "lfm2: layers of type conv keep a state",
     ),
     "recurrent without named layers": (
-        lambda: RwkvConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2),
+        RwkvConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2),
         "rwkv: layers keep a state",
     ),
     "windows at the end of the cache": (
-        lambda: GPTNeoConfig(
-            vocab_size=32,
-            hidden_size=32,
+        GPTNeoConfig(
+            **FEW,
             num_layers=2,
             num_heads=2,
             attention_types=[[["global", "local"], 1]],
@@ -257,13 +252,11 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
         "gpt_neo: it takes positions from the length of its cache",
     ),
     "biases by cache length": (
-        lambda: BloomConfig(vocab_size=32, hidden_size=32, n_layer=1, n_head=2),
+        BloomConfig(**FEW, n_layer=1, n_head=2),
         "bloom: it takes positions from the length of its cache",
     ),
     "chosen biases by cache length": (
-        lambda: FalconConfig(
-            vocab_size=32, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, alibi=True
-        ),
+        FalconConfig(**FEW, num_hidden_layers=1, num_attention_heads=2, alibi=True),
         "falcon: it takes positions from the length of its cache",
     ),
 }
@@ -271,9 +264,9 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
 
 @pytest.mark.parametrize(("config", "message"), REFUSED.values(), ids=REFUSED)
 def test_models_without_a_cache_of_slots_are_refused_by_name(
-    config: Callable[[], PreTrainedConfig], message: str
+    config: PreTrainedConfig, message: str
 ) -> None:
-    model = AutoModelForCausalLM.from_config(config(), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with pytest.raises(ValueError, match=message):
         CausalAdapter(model, vocab_size=32)
 

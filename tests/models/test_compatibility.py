@@ -63,27 +63,46 @@ def test_other_ids_are_wrong(pairs: Path, tmp_path: Path) -> None:
     assert "different vocabularies" in seen["ids"].text
 
 
-def test_a_padded_vocabulary_and_another_context_are_told(pairs: Path, tmp_path: Path) -> None:
-    rows = read_json(pairs / "pair" / "draft" / "config.json")["vocab_size"]
-    changes = {"vocab_size": rows + 64, "max_position_embeddings": 32}
-    seen = of(copied(pairs, tmp_path, "draft", "config.json", **changes))
-    assert seen["padding"].level == seen["context"].level == NOTE
-    assert f"draft {rows + 64}" in seen["padding"].text
-    assert "draft 32 tokens: the smaller one limits both" in seen["context"].text
+GIVEN: dict[str, tuple[str, str, dict[str, Any], dict[str, tuple[str, str]]]] = {
+    "a padded vocabulary and another context": (
+        "draft",
+        "config.json",
+        {"vocab_size": 3000, "max_position_embeddings": 32},
+        {
+            "padding": (NOTE, "draft 3,000"),
+            "context": (NOTE, "draft 32 tokens: the smaller one limits both"),
+        },
+    ),
+    "fewer rows than ids": (
+        "target",
+        "config.json",
+        {"vocab_size": 8},
+        {"padding": (WRONG, "embedding rows")},
+    ),
+    "an encoder-decoder beside a decoder-only one": (
+        "draft",
+        "config.json",
+        {"model_type": "t5", "is_encoder_decoder": True, "architectures": None}
+        | {"num_layers": 2, "d_model": 16, "num_heads": 2},
+        {"kind": (WRONG, "both must be of one kind")},
+    ),
+    "keys of the target that nothing serves": (
+        "target",
+        "generation_config.json",
+        {"suppress_tokens": [65], "min_new_tokens": 3, "max_time": None},
+        {"sampling": (NOTE, "has min_new_tokens, suppress_tokens, which `generate` obeys")},
+    ),
+}
 
 
-def test_fewer_rows_than_ids_are_wrong(pairs: Path, tmp_path: Path) -> None:
-    seen = of(copied(pairs, tmp_path, "target", "config.json", vocab_size=8))
-    assert seen["padding"].level == WRONG
-    assert "embedding rows" in seen["padding"].text
-
-
-def test_an_encoder_decoder_beside_a_decoder_only_one_is_wrong(pairs: Path, tmp_path: Path) -> None:
-    changes = {"model_type": "t5", "is_encoder_decoder": True, "architectures": None}
-    changes |= {"num_layers": 2, "d_model": 16, "num_heads": 2}
-    seen = of(copied(pairs, tmp_path, "draft", "config.json", **changes))
-    assert seen["kind"].level == WRONG
-    assert "both must be of one kind" in seen["kind"].text
+@pytest.mark.parametrize("name", GIVEN)
+def test_what_a_file_says_is_told(pairs: Path, tmp_path: Path, name: str) -> None:
+    model, file, changes, told = GIVEN[name]
+    seen, good = of(copied(pairs, tmp_path, model, file, **changes)), of(pairs / "pair")
+    for subject, (level, text) in told.items():
+        assert seen[subject].level == level
+        assert text in seen[subject].text
+        assert subject not in good or good[subject].level == GOOD
 
 
 def test_weights_that_are_no_safetensors_are_wrong(pairs: Path, tmp_path: Path) -> None:
@@ -172,14 +191,6 @@ def test_special_tokens_and_templates_that_differ_are_told(pairs: Path, tmp_path
     (folder / "draft" / "chat_template.jinja").write_text("{{ messages }}")
     assert of(folder)["template"].level == GOOD
     assert of(pairs / "pair")["template"].level == NOTE  # which has none
-
-
-def test_keys_of_the_target_that_nothing_serves_are_told(pairs: Path, tmp_path: Path) -> None:
-    assert "sampling" not in of(pairs / "pair")
-    advice = {"suppress_tokens": [65], "min_new_tokens": 3, "max_time": None}
-    seen = of(copied(pairs, tmp_path, "target", "generation_config.json", **advice))
-    assert seen["sampling"].level == NOTE
-    assert "has min_new_tokens, suppress_tokens, which `generate` obeys" in seen["sampling"].text
 
 
 def test_added_tokens_that_differ_are_told_where_they_are_taken(

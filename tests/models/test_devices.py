@@ -1,15 +1,17 @@
-"""Device and precision: as configured, and by the hardware where that is left open."""
+"""Device, precision and free memory: as configured, and by the hardware where it is left open."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from draftkit.config import HardwareConfig, TargetConfig
-from draftkit.models import loading
-from draftkit.models.devices import resolve_device, resolve_dtype
-from draftkit.models.loading import load_model, save_model
+from draftkit.models import devices
+from draftkit.models.devices import free_bytes, resolve_device, resolve_dtype
+from draftkit.models.loading import load_model, save_model, weight_count
 from tests import tiny
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -74,8 +76,36 @@ def test_weights_are_read_to_the_device_where_it_is_cuda(
         seen.append(options.get("device_map"))
         raise OSError("enough")
 
-    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
     model = TargetConfig(path=str(tmp_path / "model"))
     with pytest.raises(ValueError, match="enough"):
         load_model(model, dtype=torch.float32, device=device)
     assert seen == [mapped]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gpt_neox", "qwen3", "gemma2"])
+def test_weights_are_counted_as_they_come_to_be(architecture: str) -> None:
+    model = tiny.model(architecture, tie_word_embeddings=True)
+    count = sum(weight.numel() for weight in model.parameters())
+    assert weight_count(model.config) == count
+
+
+def test_the_tightest_control_group_counts_but_for_pages_of_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = tmp_path / "groups" / "outer" / "inner"
+    inner.mkdir(parents=True)
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 8000 kB\n")
+    (tmp_path / "proc" / "self" / "cgroup").write_text("0::/outer/inner\n")
+    monkeypatch.setattr(devices, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(devices, "CGROUP", tmp_path / "groups")
+    assert free_bytes(CPU) == 8000 << 10
+    for group, most in ((inner, "max"), (inner.parent, "3000000")):
+        (group / "memory.max").write_text(f"{most}\n")
+        (group / "memory.current").write_text("1000000\n")
+        stat = "anon 500000\ninactive_file 300000\nactive_file 100000\n"
+        (group / "memory.stat").write_text(stat)
+    assert free_bytes(CPU) == 3_000_000 - 1_000_000 + 400_000
+    (inner.parent / "memory.max").write_text("1000\n")
+    assert free_bytes(CPU) == 0

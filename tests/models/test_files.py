@@ -12,14 +12,9 @@ BESIDE = [".cache", ".gitattributes", ".model.safetensors.tmp-1", "README.md", "
 BESIDE += ["notes.txt", "trainer_state.json", "generate.py", "pytorch_model.bin", "original"]
 
 
-@pytest.mark.parametrize("name", READ)
-def test_what_loading_reads_is_of_the_model(name: str) -> None:
-    assert is_of_model(name)
-
-
-@pytest.mark.parametrize("name", BESIDE)
-def test_what_lies_beside_it_is_not(name: str) -> None:
-    assert not is_of_model(name)
+@pytest.mark.parametrize("name", [*READ, *BESIDE])
+def test_what_loading_reads_is_of_the_model_and_what_lies_beside_it_is_not(name: str) -> None:
+    assert is_of_model(name) == (name in READ)
 
 
 def test_code_is_of_a_model_whose_code_is_trusted() -> None:

@@ -140,45 +140,43 @@ def test_the_keys_of_a_released_file_are_all_understood(tmp_path: Path) -> None:
 
 
 FACTORS = np.linspace(1, 5, 4, dtype=np.float32)  # of heads of eight numbers
+KEYS: list[tuple[dict[str, Any], str]] = [
+    ({"general.architecture": "mamba"}, "its architecture mamba is none of llama"),
+    ({"general.type": "adapter"}, r"general\.type is adapter, which is not under"),
+    ({"llama.embedding_length": None}, r"no number as its llama\.embedding_length"),
+    ({"llama.attention.head_count": [4, 2]}, r"its llama\.attention\.head_count"),
+    ({"llama.attention.head_count_kv": 4}, "no tensor of their shape.*k_proj"),
+    ({"llama.attention.head_count": 3}, "its shape fits no llama"),
+    ({"llama.block_count": 1.5}, "its shape fits no llama"),
+    ({"llama.attention.scale": 0.5}, r"llama\.attention\.scale is 0\.5, which"),
+    ({"llama.attention.sliding_window": 64}, r"sliding_window is 64, which"),
+    ({"llama.attention.value_length": 4}, r"value_length is 4, which"),
+    ({"llama.rope.dimension_count": 4}, r"rope\.dimension_count is 4, which"),
+    ({"llama.final_logit_softcapping": 30.0}, r"softcapping is 30\.0, which"),
+    ({"llama.expert_count": 8}, r"llama\.expert_count is 8, which"),
+    ({"llama.rope.scaling.type": "longrope"}, r"scaling\.type is longrope, which"),
+    ({"llama.rope.scaling.attn_factor": 1.2}, r"attn_factor is 1\.2\d*, which"),
+    ({"llama.rope.scaling.yarn_log_multiplier": 0.1}, r"multiplier is 0\.1"),
+    ({"somebodys.scale": 2.0}, r"somebodys\.scale is 2\.0, which"),
+]
+TENSORS: list[tuple[dict[str, Any], str]] = [
+    ({"rope_factors_long.weight": FACTORS}, r"place.*rope_factors_long\.weight"),
+    ({"blk.1.attn_norm.weight": FACTORS}, r"place.*blk\.1\.attn_norm\.weight"),
+    ({"blk.0.attn_v.bias": FACTORS}, r"place.*blk\.0\.attn_v\.bias"),
+    ({"blk.0.attn_q.bias": np.ones(32, np.float32)}, r"no tensor of their shape.*k_proj\.bias"),
+    ({"rope_freqs.weight": FACTORS[:3]}, r"rope_freqs\.weight holds factors"),
+    ({"rope_freqs.weight": FACTORS}, r"rope_freqs\.weight holds factors"),
+    ({"blk.0.attn_output.bias": np.ones(32, np.float32)}, r"place.*attn_output\.bias"),
+    ({"blk.0.ffn_up.weight": None}, r"1 weights have no tensor.*up_proj"),
+]
 
 
 @pytest.mark.parametrize(
     ("keys", "tensors", "refusal"),
     [
-        ({"general.architecture": "mamba"}, {}, "its architecture mamba is none of llama"),
-        ({"general.type": "adapter"}, {}, r"general\.type is adapter, which is not under"),
-        (
-            {"llama.embedding_length": None},
-            {},
-            r"no number as its llama\.embedding_length",
-        ),
-        ({"llama.attention.head_count": [4, 2]}, {}, r"its llama\.attention\.head_count"),
-        ({"llama.attention.head_count_kv": 4}, {}, "no tensor of their shape.*k_proj"),
-        ({"llama.attention.head_count": 3}, {}, "its shape fits no llama"),
-        ({"llama.block_count": 1.5}, {}, "its shape fits no llama"),
-        ({"llama.attention.scale": 0.5}, {}, r"llama\.attention\.scale is 0\.5, which"),
-        ({"llama.attention.sliding_window": 64}, {}, r"sliding_window is 64, which"),
-        ({"llama.attention.value_length": 4}, {}, r"value_length is 4, which"),
-        ({"llama.rope.dimension_count": 4}, {}, r"rope\.dimension_count is 4, which"),
-        ({"llama.final_logit_softcapping": 30.0}, {}, r"softcapping is 30\.0, which"),
-        ({"llama.expert_count": 8}, {}, r"llama\.expert_count is 8, which"),
-        ({"llama.rope.scaling.type": "longrope"}, {}, r"scaling\.type is longrope, which"),
-        ({"llama.rope.scaling.attn_factor": 1.2}, {}, r"attn_factor is 1\.2\d*, which"),
-        ({"llama.rope.scaling.yarn_log_multiplier": 0.1}, {}, r"multiplier is 0\.1"),
-        ({"somebodys.scale": 2.0}, {}, r"somebodys\.scale is 2\.0, which"),
-        ({}, {"rope_factors_long.weight": FACTORS}, r"place.*rope_factors_long\.weight"),
-        ({}, {"blk.1.attn_norm.weight": FACTORS}, r"place.*blk\.1\.attn_norm\.weight"),
-        ({}, {"blk.0.attn_v.bias": FACTORS}, r"place.*blk\.0\.attn_v\.bias"),
-        (
-            {},
-            {"blk.0.attn_q.bias": np.ones(32, np.float32)},
-            r"no tensor of their shape.*k_proj\.bias",
-        ),
-        ({}, {"rope_freqs.weight": FACTORS[:3]}, r"rope_freqs\.weight holds factors"),
-        ({}, {"rope_freqs.weight": FACTORS}, r"rope_freqs\.weight holds factors"),
+        *((keys, {}, refusal) for keys, refusal in KEYS),
+        *(({}, tensors, refusal) for tensors, refusal in TENSORS),
         ({"llama.rope.scaling.factor": 2.0}, {"rope_freqs.weight": FACTORS}, "rope_freqs"),
-        ({}, {"blk.0.attn_output.bias": np.ones(32, np.float32)}, r"place.*attn_output\.bias"),
-        ({}, {"blk.0.ffn_up.weight": None}, r"1 weights have no tensor.*up_proj"),
     ],
 )
 def test_what_would_make_it_another_model_is_refused_by_its_name(

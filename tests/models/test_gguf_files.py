@@ -80,16 +80,10 @@ def test_every_rule_that_is_written_is_read_as_the_same_one(tmp_path: Path) -> N
         ({"tokenizer.ggml.pre": "tekken"}, "splits text by the rule tekken, which is not known"),
         ({"tokenizer.ggml.pre": None}, "by the rule none, which is not known"),
         ({"tokenizer.ggml.model": "bert"}, "a tokenizer of the kind bert"),
-        (
-            {"tokenizer.ggml.merges": None},
-            r"its tokenizer is not whole \(tokens, token_type, merges",
-        ),
+        ({"tokenizer.ggml.merges": None}, r"is not whole \(tokens, token_type, merges"),
         ({"tokenizer.ggml.bos_token_id": 99_999}, "its tokenizer is not whole"),
         ({"tokenizer.ggml.token_type": [1, 1]}, "its tokenizer is not whole"),
-        (
-            {"tokenizer.ggml.model": "llama"},
-            r"its tokenizer is not whole \(tokens, token_type, scores",
-        ),
+        ({"tokenizer.ggml.model": "llama"}, r"is not whole \(tokens, token_type, scores"),
     ],
 )
 def test_a_tokenizer_that_cannot_be_read_for_sure_is_refused_in_one_line(
@@ -157,10 +151,8 @@ def test_a_sentencepiece_tokenizer_is_llama_cpps(tmp_path: Path, keys: dict[str,
         ids = tokenizer.encode(text)
         assert tokenizer.convert_ids_to_tokens(ids) == ["<s>", *merged(text, vocabulary)]
         assert tokenizer.decode(ids, skip_special_tokens=True) == text
-    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("def<tool></s>"))[-2:] == [
-        "<tool>",
-        "</s>",
-    ]
+    ending = tokenizer.convert_ids_to_tokens(tokenizer.encode("def<tool></s>"))[-2:]
+    assert ending == ["<tool>", "</s>"]
     assert tokenizer.eos_token == "</s>"
 
 

@@ -23,7 +23,7 @@ from draftkit.models import heads
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.heads import EAGLE3, MEDUSA, head_config, layers_read, new_head
 from draftkit.models.parallel import Chains, chains
-from draftkit.models.streams import Streams
+from draftkit.models.shapes import Streams
 from tests import tiny
 from tests.theory.mutants import mutate
 
@@ -69,7 +69,7 @@ def head_of(
     for weight in model.parameters():
         noise = torch.randn(weight.shape, generator=generator)
         weight.data.add_(noise * (0.3 if weight.dim() == 1 else weight.shape[-1] ** -0.5))
-    return module.adapted(model.to(target.dtype), target=target, blocks=STEPS)
+    return module.adapted(model.to(target.dtype), target=target)
 
 
 def trained_logits(target: CausalAdapter, head: Any, text: list[int]) -> Tensor:
@@ -203,7 +203,7 @@ def test_draft_ids_off_by_one_are_told_from_the_right_ones() -> None:
     text = tiny.prompts([12])[0]
     right = trained_logits(target, head, text)
     head.model.d2t.add_(1)
-    wrong = heads.adapted(head.model, target=target, blocks=STEPS)
+    wrong = heads.adapted(head.model, target=target)
     assert not torch.equal(trained_logits(target, wrong, text).isfinite(), right.isfinite())
 
 
@@ -252,22 +252,16 @@ def test_unrolled_steps_and_their_gradient_are_those_of_chains_read_one_by_one()
     assert entries.predicted.tolist() == [*range(6), *range(1, 6), *range(2, 6), *range(3, 6)]
     _, features = target.read(batch.input_ids, batch.predicting, head.reads)
     states = head(entries, features)
-    one_by_one = torch.cat(
-        [
-            part[keep[0]]
-            for part, keep in zip(by_chains(target, head, text), entries.keep, strict=True)
-        ]
-    )
+    chains_read = zip(by_chains(target, head, text), entries.keep, strict=True)
+    one_by_one = torch.cat([part[keep[0]] for part, keep in chains_read])
     torch.testing.assert_close(states, one_by_one, rtol=0, atol=1e-10)
     pull = torch.randn(states.shape, generator=torch.Generator().manual_seed(1)).double()
     weights = [*head.model.parameters()]
-    for own, expected in zip(
-        *(
-            torch.autograd.grad((one * pull).sum(), weights, allow_unused=True)
-            for one in (states, one_by_one)
-        ),
-        strict=True,
-    ):
+    gradients = (
+        torch.autograd.grad((one * pull).sum(), weights, allow_unused=True)
+        for one in (states, one_by_one)
+    )
+    for own, expected in zip(*gradients, strict=True):
         if expected is not None:  # the output head makes no states
             torch.testing.assert_close(own, expected, rtol=1e-8, atol=1e-9)
 
@@ -285,17 +279,9 @@ def test_a_chain_of_a_drafted_block_begins_where_it_was_drawn() -> None:
 
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 def test_the_streams_of_every_family_are_its_hidden_states(architecture: str) -> None:
-    target = tiny.adapter(
-        architecture,
-        **(
-            {"n_layer": 8}
-            if architecture == "gpt2"
-            else {
-                "num_hidden_layers": 8,
-                **({"layer_types": None} if architecture == "gemma3" else {}),
-            }
-        ),
-    )
+    changes: dict[str, Any] = {"n_layer" if architecture == "gpt2" else "num_hidden_layers": 8}
+    changes |= {"layer_types": None} if architecture == "gemma3" else {}
+    target = tiny.adapter(architecture, **changes)
     tokens, layers = tiny.tokens(), layers_read(EAGLE3, 8)
     _, features = target.read(tokens, torch.ones_like(tokens, dtype=torch.bool), (*layers, 8))
     assert features is not None

@@ -20,8 +20,8 @@ from transformers import (
 from draftkit.config import DraftConfig, HardwareConfig, PretrainConfig, TargetConfig
 from draftkit.distillation.assembly import made_parallel
 from draftkit.distillation.pretrain import new_model
+from draftkit.models.files import KEPT_IDS, end_of_text_ids
 from draftkit.models.loading import (
-    end_of_text_ids,
     load_draft,
     load_kept_ids,
     load_model,
@@ -29,7 +29,6 @@ from draftkit.models.loading import (
     load_target,
     save_model,
 )
-from draftkit.models.shrink import write_kept_ids
 from tests.trained import train_byte_bpe
 
 SHAPE = PretrainConfig(num_hidden_layers=1, hidden_size=16)
@@ -67,11 +66,8 @@ def test_what_was_saved_is_loaded(folder, tokenizer):
 
 def test_new_models_repeat_for_a_seed_and_differ_between_seeds(tokenizer):
     def weights(seed):
-        return (
-            new_model(SHAPE, tokenizer, LlamaConfig(), seed=seed, device=CPU)
-            .get_input_embeddings()
-            .weight
-        )
+        model = new_model(SHAPE, tokenizer, LlamaConfig(), seed=seed, device=CPU)
+        return model.get_input_embeddings().weight
 
     torch.manual_seed(9)
     before = torch.rand(1)
@@ -82,22 +78,17 @@ def test_new_models_repeat_for_a_seed_and_differ_between_seeds(tokenizer):
 
 
 def pickled(folder):
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
-
-
-def without_a_tensor(folder):
-    tensors = load_file(folder / "model.safetensors")
-    tensors.pop("model.norm.weight")
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    torch.save(load_file(folder / WEIGHTS), folder / "pytorch_model.bin")
+    (folder / WEIGHTS).unlink()
 
 
 def holding(**tensors):
-    """More tensors in the file, or others in their place."""
+    """More tensors in the file, or others in their place; None: without it."""
 
     def change(folder):
-        held = load_file(folder / WEIGHTS)
-        save_file({**held, **tensors}, folder / WEIGHTS, metadata={"format": "pt"})
+        held = {**load_file(folder / WEIGHTS), **tensors}
+        held = {name: tensor for name, tensor in held.items() if tensor is not None}
+        save_file(held, folder / WEIGHTS, metadata={"format": "pt"})
 
     return change
 
@@ -143,7 +134,10 @@ REFUSED = {
         damaged(WEIGHTS, lambda whole: whole[: len(whole) // 2]),
         r"target\.path .* cannot load the model",
     ),
-    "a tensor less": (without_a_tensor, r"1 weights are missing.*model\.norm\.weight"),
+    "a tensor less": (
+        holding(**{"model.norm.weight": None}),
+        r"1 weights are missing.*model\.norm\.weight",
+    ),
     "pickled": (pickled, r"^target\.path .* pytorch_model\.bin is pickled.*\.save_pretrained\("),
     "no file of weights": (damaged(WEIGHTS, lambda _: None), r"holds no \*\.safetensors"),
     "no number": (
@@ -304,9 +298,8 @@ def test_both_models_are_of_one_kind(folder, tmp_path, tokenizer):
 
 
 def test_a_draft_without_a_tokenizer_is_told_how_to_get_one(folder, tmp_path, tokenizer):
-    new_model(SHAPE, tokenizer, LlamaConfig(), seed=0, device=CPU).save_pretrained(
-        tmp_path / "bare"
-    )
+    model = new_model(SHAPE, tokenizer, LlamaConfig(), seed=0, device=CPU)
+    model.save_pretrained(tmp_path / "bare")
     with pytest.raises(ValueError, match=r"draft\.path .*no usable tokenizer.*save_pretrained"):
         load_draft(DraftConfig(path=str(tmp_path / "bare")), target_of(folder))
 
@@ -336,7 +329,7 @@ def test_kept_ids_lie_beside_a_whole_model(narrow, tokenizer):
 
 
 def test_kept_ids_of_another_vocabulary_are_refused(folder, narrow, tokenizer):
-    write_kept_ids(narrow, torch.tensor([1, len(tokenizer)]))
+    (narrow / KEPT_IDS).write_text(json.dumps([1, len(tokenizer)]))
     with pytest.raises(ValueError, match=r"^draft\.path .*kept_ids\.json: .* ids below "):
         load_draft(DraftConfig(path=str(narrow)), target_of(folder))
 

@@ -45,10 +45,6 @@ def longrope(dtype: torch.dtype) -> Adapter:
     lengths = {"max_position_embeddings": 128, "original_max_position_embeddings": 32}
     parameters: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
     config = Phi3Config(**shape, **lengths, rope_parameters=parameters, pad_token_id=None)
-    return of(config, dtype)
-
-
-def of(config: Any, dtype: torch.dtype) -> Adapter:
     made = tiny.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for weight in made.parameters():
         if weight.dim() > 1:
@@ -103,15 +99,9 @@ def overflowing(model: Any) -> None:
 
 
 FAULTS: dict[str, tuple[Callable[[torch.dtype], Adapter], str]] = {
-    "dynamic": (
-        lambda d: rope(d, rope_type="dynamic", factor=4.0),
-        r"rope_type dynamic\) .* at",
-    ),
+    "dynamic": (lambda d: rope(d, rope_type="dynamic", factor=4.0), r"rope_type dynamic\) .* at"),
     "longrope": (longrope, r"phi3 \(rope_type longrope\) gives .* beside one at position 127 than"),
-    "rows that mix": (
-        hooked(mixing),
-        "llama gives a text other logits beside a longer one than",
-    ),
+    "rows that mix": (hooked(mixing), "llama gives a text other logits beside a longer one than"),
     "no positions": (hooked(counting), "gives a text other logits in pieces over a cache than"),
     "no batches": (hooked(raising), r"cannot compute a short text beside .*\(one row\): give"),
     "infinite": (hooked(overflowing), r"4 of 1,032 logits of a short text are no finite numbers"),

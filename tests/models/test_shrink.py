@@ -16,13 +16,13 @@ from transformers import (
 
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.cache import SlotCache
+from draftkit.models.files import KEPT_IDS
+from draftkit.models.shapes import layer_stack
 from draftkit.models.shrink import (
-    KEPT_IDS,
     chosen_layers,
     frequent_ids,
-    kept_share,
-    layer_stack,
     read_kept_ids,
+    share_of_tokens,
     shrink,
 )
 from tests import tiny
@@ -206,8 +206,8 @@ def test_kinds_of_text_weigh_the_same_whatever_they_hold() -> None:
     assert frequent_ids(long, short, count=3, always=(), vocab_size=11).tolist() == [1, 2, 3]
 
 
-def test_the_kept_share_counts_tokens() -> None:
-    assert kept_share([[1, 1, 2], [3]], torch.tensor([1, 3, 8])) == 0.75
+def test_the_share_of_tokens_counts_tokens() -> None:
+    assert share_of_tokens([[1, 1, 2], [3]], torch.tensor([1, 3, 8])) == 0.75
 
 
 DAMAGED = ["[3, 1]", "[1, 1]", "[1, 10]", "[-1, 1]", "[]", "[1.0]", "[false, true]", "[[1]]"]

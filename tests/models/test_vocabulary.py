@@ -1,5 +1,6 @@
 """Target and draft mean the same text by the same id, or are refused with the first difference."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,8 @@ from draftkit.config import (
 )
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.distillation.pretrain import new_model
+from draftkit.models.files import KEPT_IDS
 from draftkit.models.loading import load_draft, load_target, save_draft, save_model
-from draftkit.models.shrink import write_kept_ids
 from draftkit.models.vocabulary import check_same_tokenizer
 from tests import tiny
 from tests.decoding.checks import Parts, Setting, check_joint_law, measured
@@ -105,7 +106,7 @@ def test_what_is_saved_of_such_a_draft_has_the_targets_vocabulary(
 ) -> None:
     loaded = load_target(target, HardwareConfig(device="cpu"))
     model = drafted(tmp_path / "draft", ("<a>",), 259, tie_word_embeddings=True)
-    write_kept_ids(tmp_path / "draft", torch.tensor([3, 9, 258]))
+    (tmp_path / "draft" / KEPT_IDS).write_text(json.dumps([3, 9, 258]))
     draft = load_draft(model, loaded)
     save_draft(draft, loaded.tokenizer, tmp_path / "saved")
     again = load_draft(DraftConfig(path=str(tmp_path / "saved")), loaded)

@@ -3,7 +3,7 @@
 import pytest
 from transformers import LlamaConfig, MptConfig, PreTrainedConfig, T5Config
 
-from draftkit.models.context import SPARE, UNBOUNDED, context_of, rope_types
+from draftkit.models.shapes import SPARE, UNBOUNDED, context_of, rope_types
 
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32}
 LONG |= {"short_factor": [1.0] * 64, "long_factor": [2.0] * 64}

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from draftkit.models.cache import SlotCache
+from draftkit.models.cache import SlotCache, Streams
 from draftkit.models.parallel import Chains, Packing, Parallel, parallel_of
-from draftkit.models.shapes import Streams, context_of
+from draftkit.models.shapes import context_of
 
 ROLLBACK_LAYERS = {"full_attention", "sliding_attention"}
 SHAPE_BOUND_TYPES = {"bloom", "gpt_neo"}  # they read positions off the shape of the cache

@@ -21,9 +21,9 @@ from draftkit.decoding.generation import DRAFT_ID, decode, finish, make_requests
 from draftkit.distillation.batch import Batch
 from draftkit.models import heads
 from draftkit.models.adapter import CausalAdapter
+from draftkit.models.cache import Streams
 from draftkit.models.heads import EAGLE3, MEDUSA, head_config, layers_read, new_head
 from draftkit.models.parallel import Chains, chains
-from draftkit.models.shapes import Streams
 from tests import tiny
 from tests.theory.mutants import mutate
 

@@ -51,7 +51,7 @@ class Proposer:
     version = ""  # which weights are in force
     max_positions = UNBOUNDED  # tokens of the longest text that it can continue
     has_cache = False  # whether it must be shown all text, by `prefill` or by taking part
-    reads: tuple[int, ...] = ()  # the target's residual streams that it is fed (`models.streams`)
+    reads: tuple[int, ...] = ()  # the target's residual streams that it is fed (`models.cache`)
     tree: Tree | None = None  # what it proposes, where it is no chain
 
     @property

@@ -260,7 +260,7 @@ def make_group(
 class RoundView:
     """What a proposer may look at: the committed text of its rows, never the target's logits.
 
-    streams: what the target has kept of its passes over that text, by layer (`models.shapes`), of
+    streams: what the target has kept of its passes over that text, by layer (`models.cache`), of
     all slots: known for all tokens of a text but the last.
     """
 

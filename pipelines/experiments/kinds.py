@@ -31,26 +31,41 @@ from ..train import DRAFT
 
 EXPERIMENT = "+experiment=kinds"
 TARGETS = {  # the settings of each
-    "smollm2_135m": ("generate.top_k=64", "draft.head.vocabulary=8192"),
+    "smollm2_135m": ("draft.head.vocabulary=8192", "evaluate.timing_minutes=5"),
+    "embedded": ("data=corpus", "evaluate.max_new_tokens=64"),
+}
+LEARNING = {  # those of training alone; SmolLM2's texts are those of `+experiment=smollm2_135m`
+    "smollm2_135m": (
+        *("sampling.temperature=0.2", "sampling.top_p=0.9", "divergence.temperature=1.0"),
+        *("generate.rollouts=3072", "generate.batch_size=96", "generate.top_k=64"),
+        *("evaluate.prompts=96", "optim.eval_steps=300"),
+    ),
     "embedded": (
-        *("data=corpus", "generate.rollouts=3072", "evaluate.max_new_tokens=64"),
-        *("optim.per_device_train_batch_size=16", "optim.eval_steps=100"),
+        *("generate.rollouts=3072", "optim.per_device_train_batch_size=16"),
+        "optim.eval_steps=100",
     ),
 }
 CUT = {  # how two of the kinds begin, and learn
     "smollm2_135m": ("draft=pard", "optim.learning_rate=1e-3"),
     "embedded": ("draft=embedded", "optim.learning_rate=3e-3"),
 }
+HEAD = {
+    "smollm2_135m": (
+        *("generate.hidden_states=true", "optim.learning_rate=1.1e-3"),
+        "optim.per_device_train_batch_size=4",
+    ),
+    "embedded": (),
+}
 # As many steps as take about 20 minutes on SmolLM2's answers and 3 on the embedded target's, on two
 # cores of an AMD EPYC: by the processor time of a few of each kind. The tables say what they took.
 STEPS = {
     "plain": {"smollm2_135m": 2400, "embedded": 1050},
-    "pard": {"smollm2_135m": 1200, "embedded": 580},
+    "pard": {"smollm2_135m": 1200, "embedded": 425},
     "eagle3": {"smollm2_135m": 1700, "embedded": 400},
     "peagle": {"smollm2_135m": 1600, "embedded": 370},
-    "medusa": {"smollm2_135m": 1700, "embedded": 360},
+    "medusa": {"smollm2_135m": 1700, "embedded": 290},
 }
-FORWARD_KL = 0.7  # share of the steps, before TVD, of what is cut out of the target
+FORWARD_KL = 0.7  # share of the steps; then TVD
 NAMES = {"plain": "plain", "pard": "PARD", "eagle3": "EAGLE-3", "peagle": "P-EAGLE"}
 NAMES |= {"medusa": "Medusa"}
 ALONE, MANY, TREE = "1", "8", "tree"  # how a drafter is judged: rows at a time, or as a tree
@@ -135,13 +150,10 @@ def alone(stage: str, config: Config) -> Path:
 def learning(target: str, kind: str) -> list[str]:
     """The settings by which a drafter of `kind` is made and learns."""
     steps = STEPS[kind][target]
-    if kind in ("plain", "pard"):
-        warmup = f"divergence.warmup_steps={round(FORWARD_KL * steps)}"
-        own = [*CUT[target], f"draft.kind={kind}", "divergence.name=tvd", warmup]
-    else:
-        own = [f"draft={kind}"]
-        own += ["generate.hidden_states=true"] * ("generate.top_k=64" in TARGETS[target])
-    return [f"optim.max_steps={steps}", *own]
+    cut = kind in ("plain", "pard")
+    own = [*CUT[target], f"draft.kind={kind}"] if cut else [f"draft={kind}", *HEAD[target]]
+    warmup = f"divergence.warmup_steps={round(FORWARD_KL * steps)}"
+    return [*LEARNING[target], f"optim.max_steps={steps}", "divergence.name=tvd", warmup, *own]
 
 
 def judge(target: str, kind: str, words: Sequence[str]) -> Judged:

@@ -27,7 +27,7 @@ from draftkit.models.devices import free_bytes, peak_bytes, resolve_device
 from draftkit.tracking import FILE_NAME, read_metrics
 
 from .product import Product
-from .stage import announced, make
+from .stage import checked_plan, make
 from .weights import gigabytes
 
 FOLDER, RUN = ".dry", "run"
@@ -49,7 +49,7 @@ def dry_run(name: str, goal: Product, limit: int) -> None:
     """Print what every stage to do for `goal` takes. Raises ValueError for what does not fit."""
     if processes() > 1:
         raise ValueError("limit: a dry run is one process, and each of a launch takes as much")
-    if not (to_do := announced(name, [goal])):
+    if not (to_do := checked_plan(name, [goal])):
         print(f"{name}: all is complete, there is nothing to do")
         return
     device = resolve_device(goal.config.hardware)

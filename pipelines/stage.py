@@ -143,7 +143,7 @@ def show_plan(name: str, goals: Sequence[Product], redo: str = "") -> None:
         say(line)
 
 
-def announced(name: str, goals: Sequence[Product], redo: str = "") -> list[Product]:
+def checked_plan(name: str, goals: Sequence[Product], redo: str = "") -> list[Product]:
     """What is to do for `goals`, printed. ValueError for what can be refused before it runs."""
     to_do = pending(goals, redo)
     if to_do:
@@ -162,7 +162,7 @@ def make_all(name: str, goals: Sequence[Product], *, redo: str = "", mine: str =
     `redo`: the command whose stages run in any case. `mine`: the command whose stages are refused,
     not waited for, where another process is making them.
     """
-    to_do = announced(name, goals, redo)
+    to_do = checked_plan(name, goals, redo)
     for product in to_do:
         overwrite = bool(redo) and product.command == redo
         make(product, overwrite=overwrite, wait=product.command != mine)

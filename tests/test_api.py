@@ -137,6 +137,21 @@ def test_a_drafter_that_is_its_target_fills_every_round(folder: Path) -> None:
         judged.acceptance_length(0)
 
 
+def test_timed_answers_end_where_the_context_does(pair: draftkit.Pair, monkeypatch) -> None:
+    real, timed = draftkit.api.gather, []
+
+    def watched(*models: Any, **how: Any) -> Any:
+        measured = real(*models, **how)
+        timed.extend(one for way in measured.timed.values() for one in way.completions)
+        return measured
+
+    monkeypatch.setattr(draftkit.api, "gather", watched)
+    eager, longest = replace(pair.config.decode, compile="false"), pair.context - 4
+    draftkit.evaluate(pair, tiny.prompts([longest] * 4, seed=5), timed=True, decode=eager)
+    assert timed
+    assert max(len(one.output_ids) for one in timed) <= 4
+
+
 def test_the_lines_of_the_readme_raise_alpha(folder, monkeypatch, capsys):
     """Exactly those, on the pair in TARGET and DRAFT."""
     section = (ROOT / "README.md").read_text(encoding="utf-8").partition("## As a library")[2]

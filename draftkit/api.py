@@ -171,14 +171,14 @@ def load_pair(
     with ExitStack() as kept:
         if config.draft.path is None:
             folder = Path(kept.enter_context(TemporaryDirectory()))
-            config = replace(config, draft=_made_of_target(config, folder))
+            config = replace(config, draft=_untrained_draft(config, folder))
         loaded = load_target(config.target, config.hardware)
         pair = Pair(loaded, load_draft(config.draft, loaded), config)
         weakref.finalize(pair, kept.pop_all().close)
         return pair
 
 
-def _made_of_target(config: Config, folder: Path) -> DraftConfig:
+def _untrained_draft(config: Config, folder: Path) -> DraftConfig:
     """The drafter of section `draft`, which names no model: made in `folder`, and not trained."""
     draft, cut = config.draft, config.draft.shrink
     rule = "name a model, or how to make one of the target: shrink.layers, or a kind of heads"

@@ -80,7 +80,7 @@ def model_sha256(folder: Path, *, code: bool = False) -> str:
 def address_of(model: ModelConfig) -> str:
     """The checksum of the model that a section names; of the hub, its name and commit.
 
-    Where nobody knows the commit, its `revision` stands for it.
+    Where its commit is not known, its `revision` stands for it.
     """
     folder = Path(model.location)
     if folder.is_dir():

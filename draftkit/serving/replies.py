@@ -1,4 +1,4 @@
-"""What a client is told, in OpenAI's words, and its way there: whole, or as server-sent events.
+"""Replies in OpenAI's form, and their way to the client: whole, or as server-sent events.
 
 `Reply` makes JSON values of the engine's pieces and waits for nothing. `Delivery` brings the pieces
 here: the engine calls a listener and must never wait, so they go through the event loop into a

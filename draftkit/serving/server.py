@@ -115,7 +115,7 @@ def make_app(engine: Engine, intake: Intake, *, key: str | None) -> FastAPI:
 
 
 async def refused(request: Request, error: Exception) -> Response:
-    """What is told of an error, in OpenAI's form."""
+    """An error in OpenAI's form."""
     if isinstance(error, ApiError):
         return error.response
     message, status, code = "an error of the server: its log says which", 500, "internal_error"

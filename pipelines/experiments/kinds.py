@@ -31,7 +31,7 @@ from ..train import DRAFT
 
 EXPERIMENT = "+experiment=kinds"
 TARGETS = {  # the settings of each
-    "smollm2_135m": ("draft.head.vocabulary=8192", "evaluate.timing_minutes=5"),
+    "smollm2_135m": ("draft.head.vocabulary=8192", "evaluate.timing_minutes=8"),
     "embedded": ("data=corpus", "evaluate.max_new_tokens=64"),
 }
 LEARNING = {  # those of training alone; SmolLM2's texts are those of `+experiment=smollm2_135m`
@@ -49,15 +49,15 @@ CUT = {  # how two of the kinds begin, and learn
     "smollm2_135m": ("draft=pard", "optim.learning_rate=1e-3"),
     "embedded": ("draft=embedded", "optim.learning_rate=3e-3"),
 }
-HEAD = {
+HEAD = {  # how heads learn
     "smollm2_135m": (
         *("generate.hidden_states=true", "optim.learning_rate=1.1e-3"),
         "optim.per_device_train_batch_size=4",
     ),
     "embedded": (),
 }
-# As many steps as take about 20 minutes on SmolLM2's answers and 3 on the embedded target's, on two
-# cores of an AMD EPYC: by the processor time of a few of each kind. The tables say what they took.
+# As many steps as take about 20 minutes on SmolLM2's answers and 3 on the embedded target's (5 on
+# slow cores), by the time of a few of each kind on two cores. The tables say what they took.
 STEPS = {
     "plain": {"smollm2_135m": 2400, "embedded": 1050},
     "pard": {"smollm2_135m": 1200, "embedded": 425},

@@ -50,6 +50,12 @@ _FIRST = (
 )
 
 
+@pytest.fixture(autouse=True)
+def short_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation of tiny models takes no seconds to find what their rounds cost."""
+    monkeypatch.setattr("draftkit.evaluation.costs.SECONDS", 0.0)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Hide CUDA devices from all tests but those marked `gpu`, which run alone (`-m gpu`).
 

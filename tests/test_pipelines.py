@@ -327,7 +327,7 @@ def test_the_benchmark_measures_the_trained_pair_beside_hugging_face(root, capsy
     assert summary["compile_seconds"] == 0
     assert summary["peak_memory_bytes"] > 1e7
     measured = [(p["temperature"], p["batch_size"], p["method"]) for p in summary["points"]]
-    alone = ["plain", "speculative", "hf_plain", "hf_assisted", "hf_lookup"]
+    alone = ["plain", "speculative", "hf_plain", "hf_static", "hf_assisted", "hf_lookup"]
     for temperature in (0, 1):
         for batch, methods in ((1, alone), (2, alone[:3])):
             timed = [name for t, b, name in measured if (t, b) == (temperature, batch)]

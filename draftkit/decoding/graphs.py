@@ -29,7 +29,7 @@ Unit = Callable[[Any, Any], Any]
 
 BATCHES = (1, 4, 16, 64, 256)  # sizes for which code is compiled
 COMPILED_BUCKET = 256  # cache slots: few shapes, since a graph takes seconds to make
-FREEZE_BYTES = 64 << 20  # for packed copies of weights in the frozen graphs of a decoder
+FREEZE_BYTES = 256 << 20  # for packed copies of weights in the frozen graphs of a decoder
 MOST_CAPTURED = 128  # captures of a decoder: each keeps what it reads and returns
 
 _clock = {"seconds": 0.0}

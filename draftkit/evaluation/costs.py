@@ -2,10 +2,12 @@
 
 In every pass each kind of rounds answers batches as timed generations do, by the same code, and is
 compared with the plain steps of that pass: what disturbs a machine for a while disturbs all.
-An evaluation calibrates on other prompts than it times, so that the theory predicts from these
-costs and never from the generations that it predicts. There all kinds write texts of the same
-lengths, since a step may cost more behind a longer text. A server measures on the decoder that will
-serve, before the first job, which also makes the code and the buffers that the first jobs need.
+They are measured on the decoders that are timed, or that will serve: two decoders of one model
+need not be as fast, as their memory lies elsewhere. An evaluation calibrates on other prompts than
+it times, so that the theory predicts from these costs and never from the generations that it
+predicts. There all kinds write texts of the same lengths, since a step may cost more behind a
+longer text. A server measures before the first job, which also makes the code and the buffers that
+the first jobs need.
 """
 
 import statistics
@@ -15,20 +17,19 @@ from typing import Any
 
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.gamma import AdaptiveGamma
-from draftkit.decoding.proposers import Proposer
+from draftkit.decoding.generation import DRAFT_ID
 from draftkit.decoding.results import RoundSeconds
 from draftkit.evaluation.walltime import (
     PromptIds,
     Setting,
     Timed,
-    make_decoder,
     synchronised_clock,
     timed_batch,
 )
-from draftkit.models.adapter import Adapter
 from draftkit.theory.speedup import Costs, speedup_from_length
 
-PASSES = 4
+PASSES, MOST_PASSES = 4, 24
+SECONDS = 5.0  # of passes in an evaluation, where they are short: single ones differ by a tenth
 ROUNDS = 32  # of a kind in a pass, at least: the first ones are slow
 TOKENS = 3 * ROUNDS  # of an answer, at most: what many drafters write in so many rounds
 SERVER_ROUNDS = 4  # few: they delay the start of a server
@@ -36,38 +37,45 @@ SERVER_PROMPT_TOKENS = 8
 
 
 def calibrate(
-    target: Adapter,
-    make: Callable[[], Proposer],
+    plain: Decoder,
+    drafted: Decoder,
     prompts: PromptIds,
     setting: Setting,
     *,
     gammas: Sequence[int] = (),
 ) -> Costs:
-    """Costs of the proposer that `make` makes, on `prompts` that must not be the timed ones.
+    """Costs of `drafted`'s proposer, on `prompts` that must not be the timed ones.
 
     c and v are measured at `setting.gamma` and at the other `gammas`, which `setting.capacity` must
     hold too; but not at its neighbours: each number is code of its own, which takes long to
-    compile, and a line through two numbers side by side says little of others.
+    compile, and a line through two numbers side by side says little of others. A tree is proposed
+    whole: at its depth alone.
     """
-    gamma = max(setting.gamma, 1)
-    others = (one for one in gammas if abs(one - gamma) > 1)
+    gamma, others = max(setting.gamma, 1), gammas
+    if (tree := drafted.tree(DRAFT_ID)) is not None:
+        gamma, others = tree.depth, ()
+    kinds = [0, gamma, *(one for one in others if abs(one - gamma) > 1)]
     if setting.batch_size == 1:  # rows of a batch end apart, so it shrinks as their answers go on
         setting = replace(setting, max_new_tokens=min(setting.max_new_tokens, TOKENS))
-    # A decoder each, as where they are timed: which code is fast depends on what else runs there.
-    decoders = {
-        kind: make_decoder(target, make() if kind else None, setting)
-        for kind in (0, gamma, *others)
-    }
 
     def measure(kind: int, number: int) -> RoundSeconds:
-        decoder, first = decoders[kind], number * setting.batch_size
+        decoder, first = drafted if kind else plain, number * setting.batch_size
         return round_seconds(decoder, prompts, setting, gamma=kind, first=first, least=ROUNDS)
 
-    return costs_by(measure, gamma, [*decoders])
+    clock = synchronised_clock(plain.target.device)
+    began = clock()
+    for kind in kinds:  # makes code and buffers, which would count in a first pass
+        measure(kind, 0)
+    passes = SECONDS / max(clock() - began, SECONDS / MOST_PASSES)
+    return costs_by(measure, gamma, kinds, passes=max(PASSES, round(passes)))
 
 
 def costs_by(
-    measure: Callable[[int, int], RoundSeconds], gamma: int, kinds: Sequence[int]
+    measure: Callable[[int, int], RoundSeconds],
+    gamma: int,
+    kinds: Sequence[int],
+    *,
+    passes: int = PASSES,
 ) -> Costs:
     """c, v and o of rounds of `gamma` proposals, and c and v of all `kinds`, by their proposals.
 
@@ -75,19 +83,19 @@ def costs_by(
     other pass goes through the kinds backwards, so that a steady drift cancels. measure: the rounds
     of a kind in the pass of a number.
     """
-    passes = [
+    seen = [
         {kind: measure(kind, number) for kind in kinds[:: -1 if number % 2 else 1]}
-        for number in range(PASSES)
+        for number in range(passes)
     ]
 
     def ratio(kind: int, part: str) -> float:
-        return statistics.median(getattr(one[kind], part) / sum(one[0]) for one in passes)
+        return statistics.median(getattr(one[kind], part) / sum(one[0]) for one in seen)
 
     propose, verify = (
         {kind: ratio(kind, part) for kind in kinds} for part in ("propose", "verify")
     )
     return Costs(
-        plain_seconds=statistics.median(sum(one[0]) for one in passes),
+        plain_seconds=statistics.median(sum(one[0]) for one in seen),
         cost_ratio=propose[gamma] / gamma,
         verify_ratio=verify[gamma],
         overhead_ratio=ratio(gamma, "rest"),

@@ -38,6 +38,7 @@ from draftkit.evaluation.walltime import (
     Setting,
     Timed,
     decoding,
+    make_decoder,
     row_capacity,
     time_ways,
 )
@@ -129,9 +130,14 @@ def gather(
             for name, draft in drafts.items()
         }
     ways = ways_of(adapter, drafts, prompts, config, trees)
-    judged = {name: make for name, make in ways.items() if name in drafts}
+    plain = make_decoder(adapter, None, setting)
+    decoders = {name: make_decoder(adapter, make(), setting) for name, make in ways.items()}
     note("calibrating: what rounds cost, on other prompts")
-    costs = costs_of(adapter, judged, prompts.calibration, setting)
+    costs = {
+        name: calibrate(plain, one, prompts.calibration, setting, gammas=CALIBRATED_GAMMAS)
+        for name, one in decoders.items()
+        if name in drafts
+    }
     gammas = dict.fromkeys(ways, setting.gamma)
     gammas |= {name: tree.depth for name, tree in trees.items()}
     if config.decode.gamma == "auto" and not trees:
@@ -141,11 +147,9 @@ def gather(
         note(f"{name} proposes a tree of {tree.nodes} nodes, {tree.depth} deep")
     note_untaught(drafts, gammas, note)
     note(f"wall time on {len(rows)} prompts, {options.timing_minutes:g} minutes at most")
-    timed_ways = {PLAIN: decoding(adapter, None, setting)}
-    for name, make in ways.items():  # each decoder has its own cache
-        timed_ways[name] = decoding(adapter, make(), replace(setting, gamma=gammas[name]))
+    drafted = {name: decoding(one, setting, gammas[name]) for name, one in decoders.items()}
     timed = time_ways(
-        timed_ways,
+        {PLAIN: decoding(plain, setting)} | drafted,
         timed_prompts,
         prompts.calibration,
         batch_size=setting.batch_size,
@@ -159,7 +163,7 @@ def gather(
     if config.decode.is_lossy:
         lossless = dict.fromkeys(timed, LOSSY) | lossless
     last = [*drafts][-1]
-    same = {name: name if name in judged else last for name in drafts}
+    same = {name: name if name in costs else last for name in drafts}
     return Measured(
         scored,
         {LOOKUP: timed[last]} | timed | {name: timed[key] for name, key in same.items()},
@@ -206,24 +210,6 @@ def ways_of(
         mixed = replace(config, decode=replace(config.decode, proposer=HYBRID, tree=0))
         ways[HYBRID] = partial(proposer_of, target, drafts[last], prompts, mixed)
     return ways
-
-
-def costs_of(
-    target: Adapter,
-    ways: Mapping[str, Callable[[], Proposer]],
-    prompts: PromptIds,
-    setting: Setting,
-) -> dict[str, Costs]:
-    """Costs of each of `ways`: the same for all of one signature, which differ in weights alone."""
-    kinds = {make().signature: make for make in ways.values()}
-    costs = dict[Hashable, Costs]()
-    for kind, make in kinds.items():
-        if (tree := make().tree) is not None:  # which is proposed whole
-            own = replace(setting, gamma=tree.depth)
-            costs[kind] = calibrate(target, make, prompts, own)
-        else:
-            costs[kind] = calibrate(target, make, prompts, setting, gammas=CALIBRATED_GAMMAS)
-    return {name: costs[make().signature] for name, make in ways.items()}
 
 
 def timed_rows(prompts: Prompts, options: EvaluateConfig) -> list[int]:

@@ -206,17 +206,15 @@ def timed_batch(
     return Chunk(ready - started, finished - ready, [*running.values()]), rounds
 
 
-def decoding(target: Adapter, proposer: Proposer | None, setting: Setting) -> Way:
-    """Our decoder: plain without `proposer`."""
-    decoder = make_decoder(target, proposer, setting)
-    gamma = 0 if proposer is None else setting.gamma
+def decoding(decoder: Decoder, setting: Setting, gamma: int = 0) -> Way:
+    """Our decoder, of `setting`, with so many proposals a round: with 0 plain."""
 
     def answer(prompts: PromptIds, first: int) -> Chunk:
         return timed_batch(decoder, prompts, setting, gamma=gamma, first=first)[0]
 
     rows = setting.batch_size
     sizes = {rows}
-    if proposer is not None and (setting.compiled or setting.captured):
+    if gamma > 0 and (setting.compiled or setting.captured):
         # Drafted rows do not end together: one size for each code that a batch may shrink to.
         sizes = {batch_size(left, rows) for left in range(1, rows + 1)}
     return Way(answer, gamma, sorted(sizes))

@@ -30,7 +30,14 @@ from draftkit.evaluation.intervals import LEAST_UNITS, estimate, speedup
 from draftkit.evaluation.judge import Prompts, proposer_of, timing
 from draftkit.evaluation.lossless import decoded_identity, greedy_answers
 from draftkit.evaluation.summary import count_rounds
-from draftkit.evaluation.walltime import PLAIN, Setting, Timed, decoding, time_ways
+from draftkit.evaluation.walltime import (
+    PLAIN,
+    Setting,
+    Timed,
+    decoding,
+    make_decoder,
+    time_ways,
+)
 from draftkit.models.adapter import Adapter
 from draftkit.models.devices import peak_bytes
 from draftkit.models.loading import Target, load_draft, load_target
@@ -46,12 +53,13 @@ from ..stage import StageFolder
 from .decoder_peers import hugging_face
 
 SPECULATIVE = "speculative"
-HF_PLAIN, HF_ASSISTED, HF_LOOKUP = "hf_plain", "hf_assisted", "hf_lookup"
+HF_PLAIN, HF_STATIC = "hf_plain", "hf_static"
+HF_ASSISTED, HF_LOOKUP = "hf_assisted", "hf_lookup"
 # By device and batch size the methods that take turns. Hugging Face speculates for one row alone.
 BOTH = (PLAIN, SPECULATIVE, HF_PLAIN)
 CASES = {
-    "cpu": {1: (*BOTH, HF_ASSISTED, HF_LOOKUP), 4: BOTH, 8: BOTH, 16: BOTH},
-    "cuda": {1: (*BOTH, HF_ASSISTED), 8: BOTH},
+    "cpu": {1: (*BOTH, HF_STATIC, HF_ASSISTED, HF_LOOKUP), 4: BOTH, 8: BOTH, 16: BOTH},
+    "cuda": {1: (*BOTH, HF_STATIC, HF_ASSISTED), 8: (*BOTH, HF_STATIC)},
 }
 COMPILED = {"cpu": (1,), "cuda": (1, 8)}  # batch sizes; the others run eagerly
 TEMPERATURES = (0, 1)
@@ -141,14 +149,16 @@ def measure(
 
     Speculation is by `decode.proposer`.
     """
-    make = partial(proposer_of, target, draft, prompts, config)
-    if (tree := make().tree) is not None:
+    proposer = proposer_of(target, draft, prompts, config)
+    if (tree := proposer.tree) is not None:
         setting = replace(setting, gamma=tree.depth)
-    costs = calibrate(target, make, prompts.calibration, setting)
+    plain, drafted = (make_decoder(target, one, setting) for one in (None, proposer))
+    costs = calibrate(plain, drafted, prompts.calibration, setting)
     ways = {
-        PLAIN: decoding(target, None, setting),
-        SPECULATIVE: decoding(target, make(), setting),
+        PLAIN: decoding(plain, setting),
+        SPECULATIVE: decoding(drafted, setting, setting.gamma),
         HF_PLAIN: hugging_face(target, setting),
+        HF_STATIC: hugging_face(target, setting, static=True),
         HF_ASSISTED: hugging_face(target, setting, assistant=draft),
         HF_LOOKUP: hugging_face(target, setting, lookup=True),
     }

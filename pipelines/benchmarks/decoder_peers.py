@@ -27,11 +27,13 @@ def hugging_face(
     *,
     assistant: Adapter | None = None,
     lookup: bool = False,
+    static: bool = False,
 ) -> Way:
     """`generate` of the target's model: plain, with an `assistant`, or with prompt `lookup`.
 
     Both speculate with `setting.gamma` tokens a round, always. They refuse batches, with a
-    ValueError of Hugging Face's.
+    ValueError of Hugging Face's. static: with a cache of fixed size, for which it compiles the
+    model's steps on CUDA.
     """
     transformers_logging.set_verbosity_error()  # it warns of calls that it makes itself
     model: Any = target.model
@@ -43,6 +45,8 @@ def hugging_face(
         models.append(assistant.model)
     if lookup:
         options.prompt_lookup_num_tokens = setting.gamma
+    if static:
+        options.cache_implementation = "static"
     clock = synchronised_clock(target.device)
 
     def answer(prompts: PromptIds, first: int) -> Chunk:

@@ -7,11 +7,12 @@ import pytest
 from draftkit.config import SamplingConfig
 from draftkit.decoding.generation import Completion
 from draftkit.evaluation import walltime
-from draftkit.evaluation.walltime import Chunk, Setting, Timed, decoding
+from draftkit.evaluation.walltime import Chunk, Setting, Timed
 from draftkit.theory.speedup import Costs
 from pipelines.benchmarks.decoder import base_point, prediction
 from pipelines.benchmarks.decoder_peers import PAD, generation_config, hugging_face
 from tests import tiny
+from tests.evaluation.scripted import plain
 
 GREEDY = SamplingConfig(temperature=0.0)
 SETTING = Setting(sampling=GREEDY, max_new_tokens=12, gamma=3, capacity=40)
@@ -66,10 +67,11 @@ def outputs(method, prompts, first=0):
     return [completion.output_ids for completion in method.answer(prompts, first).completions]
 
 
-def test_plain_assisted_and_lookup_answer_as_our_decoder_does(pair):
+def test_all_ways_of_hugging_face_answer_as_our_decoder_does(pair):
     target, draft = pair
-    ours = decoding(target, None, CROWD)
-    assert outputs(hugging_face(target, CROWD), TEXTS) == outputs(ours, TEXTS)
+    ours = plain(target, CROWD)
+    for options in ({}, {"static": True}):
+        assert outputs(hugging_face(target, CROWD, **options), TEXTS) == outputs(ours, TEXTS)
     for options in ({"assistant": draft}, {"lookup": True}):
         peer = hugging_face(target, CROWD, **options)
         for prompt in TEXTS:
@@ -78,10 +80,10 @@ def test_plain_assisted_and_lookup_answer_as_our_decoder_does(pair):
 
 def test_answers_end_with_their_first_end_of_text_in_a_batch_too(pair):
     target, _ = pair
-    free = outputs(decoding(target, None, CROWD), TEXTS)
+    free = outputs(plain(target, CROWD), TEXTS)
     ends = (free[0][4], free[1][7])
     setting = replace(CROWD, eos_token_ids=ends)
-    ours = decoding(target, None, setting).answer(TEXTS, 0).completions
+    ours = plain(target, setting).answer(TEXTS, 0).completions
     theirs = hugging_face(target, setting).answer(TEXTS, 0).completions
     assert [c.output_ids for c in theirs] == [c.output_ids for c in ours]
     assert [c.ended for c in theirs] == [c.ended for c in ours]

@@ -15,11 +15,15 @@ from draftkit.data.prompts import RowReader
 from tests.templates import CHAT, byte_bpe, headers, thinking
 
 SYSTEM = {"role": "system", "content": "Keep short."}
+GREETING = {"role": "assistant", "content": "Ask me."}
 
 
 def turns_of(draw: random.Random, count: int) -> list[dict[str, str]]:
-    """A chat with turns of many lengths, thoughts, and answers that follow one another."""
-    turns = [SYSTEM] * draw.randrange(2)
+    """A chat with turns of many lengths, thoughts, and answers that follow one another.
+
+    Whoever is asked may speak first.
+    """
+    turns = [SYSTEM] * draw.randrange(2) + [GREETING] * draw.randrange(2)
     for _ in range(count):
         turns.append({"role": "user", "content": "say " * draw.choice([1, 2, 5, 40])})
         for _ in range(draw.choice([1, 1, 3])):
@@ -47,7 +51,9 @@ def test_prompts_have_the_most_turns_that_fit(make: Callable[[], Fast]) -> None:
         for _ in range(4):
             turns, template = turns_of(draw, 6), ChatFormat(tokenizer, fixed_date=True)
             made = [*answers(turns, template, limit)]
-            ends = [at for at, turn in enumerate(turns) if turn["role"] == "assistant"]
+            roles = [turn["role"] for turn in turns]
+            asked = roles.index("user")
+            ends = [at for at, role in enumerate(roles) if role == "assistant" and at > asked]
             best = [by_trying_all(template, turns, end, limit) for end in ends]
             assert [prompt for prompt, _, _ in made] == best
             whole = [template.context(turns[:end]) for end in ends]

@@ -1,5 +1,7 @@
 """Models whose passes take scripted seconds on a clock of the test."""
 
+from draftkit.decoding.proposers import DraftModelProposer
+from draftkit.evaluation.walltime import decoding, make_decoder
 from tests.tabular import TabularAdapter, random_adapter
 
 VOCAB = 8
@@ -31,3 +33,14 @@ class Slow(TabularAdapter):
     def prefill(self, tokens, *, positions, cache):
         self.clock.now += 100
         super().step(tokens, positions=positions, cache=cache)
+
+
+def plain(target, setting):
+    """The way of plain decoding."""
+    return decoding(make_decoder(target, None, setting), setting)
+
+
+def drafted(target, draft, setting):
+    """The way of a draft model."""
+    decoder = make_decoder(target, DraftModelProposer(draft), setting)
+    return decoding(decoder, setting, setting.gamma)

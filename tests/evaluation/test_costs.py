@@ -9,6 +9,7 @@ from draftkit.config import SamplingConfig
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.graphs import Units
 from draftkit.decoding.proposers import DraftModelProposer
+from draftkit.decoding.results import RoundSeconds
 from draftkit.evaluation import costs, walltime
 from draftkit.evaluation.costs import calibrate, predicted_speedup, round_seconds
 from draftkit.evaluation.walltime import (
@@ -27,7 +28,12 @@ PROMPTS = [[1, 2], [3], [4, 5, 6], [7]]
 
 
 def calibrated(target, draft, setting, gammas=()):
-    return calibrate(target, lambda: DraftModelProposer(draft), PROMPTS, setting, gammas=gammas)
+    plain, drafted = decoders(target, draft, setting)
+    return calibrate(plain, drafted, PROMPTS, setting, gammas=gammas)
+
+
+def decoders(target, draft, setting):
+    return [make_decoder(target, one, setting) for one in (None, DraftModelProposer(draft))]
 
 
 @pytest.fixture
@@ -122,15 +128,31 @@ def test_a_pass_that_was_disturbed_does_not_move_the_median(clock, monkeypatch):
     def disturbed(decoder, *prompts, gamma, **options):
         calls.append(gamma)
         parts = real(decoder, *prompts, gamma=gamma, **options)
-        is_hit = gamma == 3 and calls.count(3) == 2
+        is_hit = gamma == 3 and calls.count(3) == 3
         return parts._replace(verify=10 * parts.verify) if is_hit else parts
 
     monkeypatch.setattr(costs, "round_seconds", disturbed)
     target, draft = Slow(0, clock, lambda n: 10.0), Slow(1, clock, lambda n: 1.0)
     measured = calibrated(target, draft, SETTING)
-    assert calls == [0, 3, 3, 0, 0, 3, 3, 0]  # forwards and backwards
+    assert calls == [0, 3] + [0, 3, 3, 0] * 2  # once for the code, then forwards and backwards
     assert measured.verify_ratio == pytest.approx(1.0)
     assert measured.cost_ratio == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(("seconds", "passes"), [(0.01, 24), (0.25, 10), (10.0, 4)])
+def test_short_passes_are_repeated_for_some_seconds(clock, monkeypatch, seconds, passes):
+    """Behind a first one, which makes the code."""
+    calls = []
+
+    def timed(decoder, *prompts, gamma, **options):
+        calls.append(gamma)
+        clock.now += seconds
+        return RoundSeconds(1.0, 1.0, 0.0)
+
+    monkeypatch.setattr(costs, "SECONDS", 5.0)
+    monkeypatch.setattr(costs, "round_seconds", timed)
+    calibrated(Slow(0, clock, lambda n: 10.0), Slow(1, clock, lambda n: 1.0), SETTING)
+    assert calls.count(0) == calls.count(3) == 1 + passes
 
 
 def test_calibration_answers_whole_batches_until_it_has_seen_enough_rounds(clock, monkeypatch):
@@ -177,9 +199,9 @@ def test_what_is_predicted_from_other_prompts_is_what_timing_shows(clock, monkey
     setting = replace(SETTING, batch_size=batch_size, max_new_tokens=60, capacity=100)
     setting = replace(setting, sampling=SamplingConfig(temperature=1.0))
     target, draft = by_rows(0, 1.0), by_rows(1, 0.1)
-    measured = calibrated(target, draft, replace(setting, seed=1))
-    ways = {PLAIN: decoding(target, None, setting)}
-    ways["draft"] = decoding(target, DraftModelProposer(draft), setting)
+    plain, drafted = decoders(target, draft, setting)
+    measured = calibrate(plain, drafted, PROMPTS, replace(setting, seed=1))
+    ways = {PLAIN: decoding(plain, setting), "draft": decoding(drafted, setting, 3)}
     timed = time_ways(ways, PROMPTS * 40, PROMPTS, batch_size=batch_size)
     plain, drafted = timed[PLAIN], timed["draft"]
     predicted = predicted_speedup(drafted, plain, measured)
@@ -229,9 +251,10 @@ def test_few_numbers_of_proposals_are_compiled_and_few_rounds_run(
         "propose": 1 + len(others),
         "verify": 2 + len(others),
     }
-    assert rounds[0] == costs.PASSES * 96
+    passes = 1 + costs.PASSES  # the first one makes the code
+    assert rounds[0] == passes * 96
     for kind in (gamma, *others):
-        assert costs.PASSES * 32 <= rounds[kind] <= costs.PASSES * 96
+        assert passes * 32 <= rounds[kind] <= passes * 96
     # What more proposals cost lies on the line through the last two.
     assert measured.draft_at(12) == pytest.approx(12 * 0.1)
     assert measured.verify_at(12) == pytest.approx(1.0)
@@ -241,11 +264,11 @@ def test_timed_generations_run_the_code_that_was_compiled_for_the_calibration(cl
     """Compiling takes longer than measuring: no unit may be needed in two forms."""
     setting = replace(SETTING, batch_size=1, compiled=True)
     target, draft = Slow(0, clock, lambda n: 1.0), Slow(1, clock, lambda n: 1.0)
-    calibrated(target, draft, setting)
+    plain, drafted = decoders(target, draft, setting)
+    calibrate(plain, drafted, PROMPTS, setting)
     known = set(keys)
     keys.clear()
-    ways = {PLAIN: decoding(target, None, setting)}
-    ways["draft"] = decoding(target, DraftModelProposer(draft), setting)
+    ways = {PLAIN: decoding(plain, setting), "draft": decoding(drafted, setting, 3)}
     time_ways(ways, PROMPTS, PROMPTS)
     assert keys == known
     assert sorted(name for name, _ in keys) == ["propose", "verify", "verify"]

@@ -16,22 +16,24 @@ from draftkit.config import (
     SamplingConfig,
     TargetConfig,
 )
+from draftkit.data.rollouts import Record
 from draftkit.decoding.catalogue import PROPOSERS
 from draftkit.decoding.generation import Completion
+from draftkit.evaluation import judge, walltime
 from draftkit.evaluation.alpha import PromptTotals
 from draftkit.evaluation.judge import (
     Measured,
     Prompts,
     check_lossless,
-    costs_of,
     float32_bytes,
+    gather,
     timed_rows,
     ways_of,
 )
 from draftkit.evaluation.lossless import Losslessness
 from draftkit.evaluation.summary import compare, count_rounds, summarise
-from draftkit.evaluation.walltime import PLAIN, Chunk, Setting, Timed
-from draftkit.models.loading import load_target, save_model
+from draftkit.evaluation.walltime import PLAIN, Chunk, Timed
+from draftkit.models.loading import load_draft, load_target, save_model
 from draftkit.theory.speedup import Costs, best_gamma, factors
 from tests import tiny
 from tests.tabular import random_adapter, relative
@@ -340,16 +342,49 @@ def test_what_the_check_in_float32_takes_is_known_from_shapes(folder):
     assert 8 * count < float32_bytes(target, drafts) < 1.3 * 8 * count  # target and drafter
 
 
-def test_drafts_that_run_the_same_code_share_what_rounds_cost():
-    target = random_adapter(8, 1)
-    drafts = {"before": relative(target, 2), "after": relative(target, 3)}
-    prompts = Prompts([[1, 2, 3]], [[1, 2], [3, 4]])
-    config = replace(CONFIG, decode=DecodeConfig(gamma=2))
-    ways = ways_of(target, drafts, prompts, config)
-    assert set(ways) == {"before", "after", "prompt_lookup", "hybrid"}
-    setting = Setting(max_new_tokens=8, gamma=2, capacity=60)
-    judged = {name: ways[name] for name in drafts}
-    costs = costs_of(target, judged, prompts.calibration, setting)
-    assert costs["before"] is costs["after"]
-    found = costs_of(target, ways, prompts.calibration, setting)
-    assert len({*map(id, found.values())}) == 3
+def test_costs_are_measured_on_the_decoders_that_are_timed(folder, monkeypatch):
+    """Two decoders of one model need not be as fast: of each draft its own, and one plain one."""
+    target = load_target(TargetConfig(path=str(folder / "target")), HardwareConfig(device="cpu"))
+    draft = load_draft(DraftConfig(path=str(folder / "draft")), target)
+    calibrated, timed = list[int](), list[tuple[int, int]]()
+    real_calibrate, real_batch = judge.calibrate, walltime.timed_batch
+
+    def calibrate(plain, drafted, *arguments, **options):
+        calibrated.extend([id(plain), id(drafted)])
+        return real_calibrate(plain, drafted, *arguments, **options)
+
+    def timed_batch(decoder, *arguments, gamma, **options):
+        timed.append((id(decoder), gamma))
+        return real_batch(decoder, *arguments, gamma=gamma, **options)
+
+    monkeypatch.setattr(judge, "calibrate", calibrate)
+    monkeypatch.setattr("draftkit.evaluation.costs.ROUNDS", 2)
+    monkeypatch.setattr(walltime, "timed_batch", timed_batch)
+    who = {"sampler": "target", "sampler_version": "", "sampling": {}, "seed": 0}
+    texts = [
+        Record(prompt_ids=prompt, output_ids=[1, 2, 3], row=row, **who)
+        for row, prompt in enumerate(tiny.prompts([5, 6]))
+    ]
+    found = gather(
+        target,
+        {"before": draft, "after": draft},
+        contexts=texts,
+        others=texts,
+        prompts=Prompts(tiny.prompts([5, 6]), tiny.prompts([4])),
+        sampling=SERVED,
+        lossless=dict.fromkeys(("before", "after"), Losslessness(1, 0, 0)),
+        config=Config(
+            decode=DecodeConfig(gamma=2, compile="false"),
+            evaluate=EvaluateConfig(max_new_tokens=4),
+        ),
+        note=lambda line: None,
+    )
+    plain, before, again, after = calibrated
+    assert plain == again
+    assert len({plain, before, after}) == 3
+    ways = {"before", "after", "prompt_lookup", "hybrid"}
+    assert {name: one.gamma for name, one in found.timed.items()} == {PLAIN: 0} | dict.fromkeys(
+        ways, 2
+    )
+    assert {*timed} > {(plain, 0), (before, 2), (after, 2)}
+    assert len({decoder for decoder, _ in timed}) == 5  # prompt lookup and the hybrid beside them

@@ -6,7 +6,6 @@ import pytest
 
 from draftkit.decoding import graphs
 from draftkit.decoding.generation import Completion
-from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.evaluation import walltime
 from draftkit.evaluation.intervals import speedup
 from draftkit.evaluation.walltime import (
@@ -15,11 +14,10 @@ from draftkit.evaluation.walltime import (
     Setting,
     Timed,
     Way,
-    decoding,
     row_capacity,
     time_ways,
 )
-from tests.evaluation.scripted import Clock, Slow
+from tests.evaluation.scripted import Clock, Slow, drafted, plain
 
 SETTING = Setting(max_new_tokens=10, gamma=3, batch_size=2, capacity=40)
 PROMPTS = [[1, 2], [3], [4, 5, 6], [7]]
@@ -45,7 +43,7 @@ def test_a_compilation_is_taken_out_of_a_timed_chunk(monkeypatch, clock):
 
     monkeypatch.setattr(walltime, "compile_seconds", lambda: spent[0])
     monkeypatch.setattr(walltime.time, "perf_counter", lambda: real() + spent[0])
-    way = decoding(Compiling(0, clock, lambda tokens: 0.0), None, SETTING)
+    way = plain(Compiling(0, clock, lambda tokens: 0.0), SETTING)
     chunk = way.answer(PROMPTS[:2], 0)
     assert spent[0] >= 500
     assert 0 < chunk.prefill_seconds + chunk.seconds < 25
@@ -76,7 +74,7 @@ def test_a_rate_is_of_all_tokens_over_all_seconds():
 
 def test_prefill_and_rounds_are_timed_apart(clock):
     target = Slow(0, clock, lambda tokens: 10.0)
-    chunk = decoding(target, None, SETTING).answer(PROMPTS[:2], 0)
+    chunk = plain(target, SETTING).answer(PROMPTS[:2], 0)
     assert chunk.prefill_seconds == 100  # one pass over the first token of the longer prompt
     assert chunk.seconds == 100  # ten steps
 
@@ -84,8 +82,8 @@ def test_prefill_and_rounds_are_timed_apart(clock):
 def test_ways_decode_alike_and_count_tokens_alike(clock):
     target = Slow(0, clock, lambda tokens: 10.0)
     twin = Slow(0, clock, lambda tokens: 1.0)
-    ways = {PLAIN: decoding(target, None, SETTING)}
-    ways["twin"] = decoding(target, DraftModelProposer(twin), SETTING)
+    ways = {PLAIN: plain(target, SETTING)}
+    ways["twin"] = drafted(target, twin, SETTING)
     timed = time_ways(ways, PROMPTS, PROMPTS, batch_size=2)
     assert {name: one.gamma for name, one in timed.items()} == {PLAIN: 0, "twin": 3}
     for name in (PLAIN, "twin"):
@@ -99,7 +97,7 @@ def test_ways_decode_alike_and_count_tokens_alike(clock):
 def test_a_batch_shrinks_as_its_rows_end_and_its_rounds_are_those_of_the_longest(clock):
     target = Slow(0, clock, lambda tokens: 10.0)
     ends = replace(SETTING, max_new_tokens=40, capacity=80, eos_token_ids=(0, 1))
-    way = decoding(target, DraftModelProposer(target), ends)
+    way = drafted(target, target, ends)
     chunk = way.answer(PROMPTS[:2], 0)
     short, long = sorted(completion.rounds for completion in chunk.completions)
     assert short < long
@@ -133,10 +131,10 @@ def test_ways_take_turns_and_none_always_goes_first():
 def test_a_warm_up_meets_every_shape_that_a_batch_may_shrink_to(clock):
     crowd = replace(SETTING, batch_size=8, compiled=True)
     target = Slow(0, clock, lambda tokens: 1.0)
-    assert decoding(target, None, crowd).sizes == [8]
-    assert decoding(target, DraftModelProposer(target), crowd).sizes == [1, 4, 8]
+    assert plain(target, crowd).sizes == [8]
+    assert drafted(target, target, crowd).sizes == [1, 4, 8]
     eager = replace(crowd, compiled=False)
-    assert decoding(target, DraftModelProposer(target), eager).sizes == [8]
+    assert drafted(target, target, eager).sizes == [8]
     calls = []
     timed = time_ways({"drafted": recorder(calls, "drafted", sizes=(1, 4, 8))}, [], PROMPTS)
     assert calls == [("drafted", 0, 1), ("drafted", 0, 4), ("drafted", 0, 8)]
@@ -148,9 +146,9 @@ def test_the_capacity_holds_every_row_that_is_timed(clock):
     for gamma in (0, 3, 12):
         capacity = row_capacity(PROMPTS, max_new_tokens=10, gamma=gamma)
         fitting = replace(SETTING, gamma=gamma, capacity=capacity)
-        draft = DraftModelProposer(target) if gamma else None
-        assert decoding(target, draft, fitting).answer(PROMPTS[2:], 0).completions
-    short = decoding(target, DraftModelProposer(target), replace(SETTING, capacity=12))
+        way = drafted(target, target, fitting) if gamma else plain(target, fitting)
+        assert way.answer(PROMPTS[2:], 0).completions
+    short = drafted(target, target, replace(SETTING, capacity=12))
     with pytest.raises(ValueError, match="cache slots"):
         short.answer(PROMPTS[2:], 0)
 

@@ -37,6 +37,7 @@ from draftkit.data.prompts import Example
 from draftkit.data.rollouts import Record
 from draftkit.data.splits import Splits
 from draftkit.data.store import rank_in_group
+from draftkit.decoding.catalogue import proposer_of
 from draftkit.decoding.generation import decode, make_requests
 from draftkit.distillation.assembly import load_learner
 from draftkit.distillation.fit import Fitted, fit
@@ -45,12 +46,12 @@ from draftkit.distillation.samplers import ROLLOUTS, TEST, VALIDATION, target_an
 from draftkit.distillation.sources import TrainingTexts, reads_rollouts
 from draftkit.evaluation.alpha import PromptTotals, estimates, score_contexts
 from draftkit.evaluation.intervals import Estimate, acceptance_length
-from draftkit.evaluation.judge import Prompts, check_lossless, gather, proposer_of
+from draftkit.evaluation.judge import Prompts, check_lossless, gather
 from draftkit.evaluation.summary import compare
 from draftkit.models.adapter import Adapter
 from draftkit.models.compatibility import declare_target
-from draftkit.models.files import address_of
-from draftkit.models.loading import Target, load_draft, load_target, load_tokenizer
+from draftkit.models.files import ModelFolder, address_of
+from draftkit.models.loading import Target, load_draft, load_target
 from draftkit.models.served import served_sampling
 from draftkit.prompts import Prompt, check_held_out, examples_of, fit_examples, held_out_of
 from draftkit.theory.divergences import Divergence
@@ -187,7 +188,7 @@ def _untrained_draft(config: Config, folder: Path) -> DraftConfig:
     for key, value in (("steps", cut.steps), ("vocabulary", cut.vocabulary)):
         require(value == 0, f"draft.shrink.{key}", rule, value)
     if draft.is_head:
-        every, head = len(load_tokenizer(config.target)), draft.head
+        every, head = len(ModelFolder(config.target).tokenizer), draft.head
         rule = f"be {every:,} or null: load_pair has no answers on which ids could be counted"
         require(head.vocabulary in (None, every), "draft.head.vocabulary", rule, head.vocabulary)
         draft = replace(draft, head=replace(head, vocabulary=every))
@@ -403,9 +404,7 @@ def generate(
         list(requests),
         eos_token_ids=target.eos_token_ids,
         batch_size=1,
-        proposer=proposer_of(
-            target.adapter, pair.draft, Prompts(test=[], calibration=[ids]), config
-        ),
+        proposer=proposer_of(config, lambda: pair.draft, lambda: [ids], target.adapter),
         verification=config.decode.verification,
         epsilon=config.decode.epsilon,
     )

@@ -13,7 +13,7 @@ from itertools import chain
 from draftkit.config import Config
 from draftkit.data.chats import chat_format
 from draftkit.models.compatibility import NOTE, WRONG, Finding, findings, unknown_target
-from draftkit.models.loading import load_tokenizer, model_config
+from draftkit.models.files import ModelFolder
 
 from .command import run_command
 from .dry import dry_run
@@ -31,7 +31,7 @@ def goal_of(config: Config) -> Product:
 
 def template_findings(config: Config) -> Iterator[Finding]:
     """What there is to say of the target's chat template. Raises ValueError as it is refused."""
-    template = chat_format(load_tokenizer(config.target), config.data, fixed_date=True)
+    template = chat_format(ModelFolder(config.target).tokenizer, config.data, fixed_date=True)
     if template.has_template and (mark := template.text_mark()) is not None:
         text = f"turns begin with text that is no token, {mark!r}: a message can hold it as well"
         yield Finding(NOTE, "template", text)
@@ -41,7 +41,7 @@ def target_findings(config: Config) -> Iterator[Finding]:
     """What there is to say of a head and the target that it was made for."""
     if config.draft.path is not None:
         address = address_of_model(config.target, config.root)
-        if text := unknown_target(config.draft, model_config(config.draft), address):
+        if text := unknown_target(config.draft, ModelFolder(config.draft).config, address):
             yield Finding(NOTE, "target", text)
 
 

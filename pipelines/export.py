@@ -13,10 +13,10 @@ from draftkit.artifacts import read_json, write_text
 from draftkit.config import Config
 from draftkit.engines.folder import upload, write_head_folder, write_plain_folder
 from draftkit.engines.launch import expected, launch_text, launched_gammas, model_card
-from draftkit.models.files import CARD
+from draftkit.models.files import CARD, ModelFolder
 from draftkit.models.head_files import kind_of
 from draftkit.models.heads import MEDUSA, head_class
-from draftkit.models.loading import check_kind, model_config
+from draftkit.models.loading import check_kind
 
 from .command import main
 from .evaluate import drafter_of
@@ -32,7 +32,7 @@ def check(config: Config) -> None:
     """Raise ValueError for a drafter that no engine loads."""
     check_pair(config)
     draft = config.draft
-    if draft.kind == MEDUSA or (draft.path and kind_of(model_config(draft)) == MEDUSA):
+    if draft.kind == MEDUSA or (draft.path and kind_of(ModelFolder(draft).config) == MEDUSA):
         raise ValueError(
             "draft.kind=medusa: no engine loads Medusa heads any more, so nothing can be exported: "
             "`draftkit serve` serves them, or train draft.kind=eagle3"
@@ -58,8 +58,8 @@ def export(config: Config, folder: StageFolder) -> dict[str, Any]:
     target = folder.model(config, "target")
     judged = read_json(folder.inputs[JUDGED] / SUMMARY) if JUDGED in folder.inputs else None
     drafter = drafter_of(config, folder)
-    check_kind(config.draft, model_config(drafter))
-    shape = model_config(drafter)
+    shape = ModelFolder(drafter).config
+    check_kind(config.draft, shape)
     kind = kind_of(shape)
     gammas = launched_gammas(judged, max(1, config.proposals), kind=kind)
     gamma, dtype = next(iter(gammas.values())), config.export.dtype

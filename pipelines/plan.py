@@ -9,7 +9,7 @@ from draftkit.data.lengths import Lengths, lengths_within
 from draftkit.distillation.loop import BEST, CHECKPOINT
 from draftkit.distillation.pretrain import CONTEXT
 from draftkit.distillation.sources import reads_rollouts
-from draftkit.models.loading import model_config
+from draftkit.models.files import ModelFolder
 from draftkit.models.shapes import context_of
 
 from .product import SUMMARY, Input, Product, Stage, address_of_model, address_of_text, plan
@@ -76,9 +76,9 @@ def shared_context(config: Config) -> int:
     Raises ValueError naming the model that is not there.
     """
     target, draft = config.target, config.draft
-    whole = context_of(model_config(target))
+    whole = context_of(ModelFolder(target).config)
     if draft.path is not None:
-        return min(whole, context_of(model_config(draft)))
+        return min(whole, context_of(ModelFolder(draft).config))
     of_target = draft.is_head or draft.shrink.layers
     return whole if of_target else min(whole, CONTEXT)
 

@@ -19,8 +19,6 @@ from draftkit.models.loading import (
     check_kind,
     check_same_shape,
     check_shows_layers,
-    load_tokenizer,
-    model_config,
 )
 from draftkit.models.shapes import layer_count
 from draftkit.models.shrink import check_vocabulary, chosen_layers
@@ -33,18 +31,18 @@ from .stage import StageFolder
 
 def check(config: Config) -> None:
     """Raise ValueError for a drafter that cannot be made of the target to be trained."""
-    options = config.draft.shrink
+    options, target = config.draft.shrink, ModelFolder(config.target)
     if config.draft.is_head:
         check_pair(config)
-        draft_ids(config.draft.head, len(load_tokenizer(config.target)))
+        draft_ids(config.draft.head, len(target.tokenizer))
     if options.layers:
-        chosen_layers(options.layers, layer_count(model_config(config.target)))
-        check_vocabulary(options.vocabulary, len(load_tokenizer(config.target)))
+        chosen_layers(options.layers, layer_count(target.config))
+        check_vocabulary(options.vocabulary, len(target.tokenizer))
 
 
 def prepare(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Make the drafter, in `draft` of the folder."""
-    tokenizer = load_tokenizer(folder.model(config, "target"))
+    tokenizer = ModelFolder(folder.model(config, "target")).tokenizer
     splits = read_splits(folder.inputs["texts"])
     if not (folder.path / "draft").exists():
         make_draft(
@@ -81,15 +79,15 @@ def check_pair(config: Config) -> None:
         if config.draft.is_head:
             check_shows_layers(config.draft, shape)
         return
-    drafter = model_config(config.draft)
-    check_kind(config.draft, drafter, learns=True)
-    if head_class(drafter) is not None:  # whose folder may have no tokenizer
-        check_head(f"draft.path {config.draft.path}", drafter, shape)
+    drafter = ModelFolder(config.draft)
+    check_kind(config.draft, drafter.config, learns=True)
+    if head_class(drafter.config) is not None:  # whose folder may have no tokenizer
+        check_head(f"draft.path {config.draft.path}", drafter.config, shape)
     else:
-        check_same_shape(shape, drafter)
+        check_same_shape(shape, drafter.config)
         check_same_tokenizer(
             target_tokenizer=target.tokenizer,
-            draft_tokenizer=load_tokenizer(config.draft),
+            draft_tokenizer=drafter.tokenizer,
             extra_tokens=config.draft.extra_tokens,
         )
 

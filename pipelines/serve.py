@@ -26,7 +26,8 @@ from draftkit.artifacts import locked
 from draftkit.config import Config
 from draftkit.data.splits import read_splits
 from draftkit.decoding.catalogue import proposer_of
-from draftkit.models.loading import Target, load_draft, load_target, model_config
+from draftkit.models.files import ModelFolder
+from draftkit.models.loading import Target, load_draft, load_target
 from draftkit.serving.drafters import Drafters, Route
 from draftkit.serving.engine import Engine
 from draftkit.serving.intake import Intake, Texts
@@ -73,10 +74,10 @@ def drafters_of(config: Config, made: StageFolder, target: Target) -> Drafters:
     for name in config.online.routes:
         registry = shape = None
         if decode.has_drafter:
-            shape = model_config(draft)
+            shape = ModelFolder(draft).config
             registry = seeded_registry(config, name, draft, target, checksums_of(config, made))
         proposer = proposer_of(
-            replace(decode, gamma=config.proposals),
+            config,
             lambda: load_draft(draft, target),
             lambda: (example.token_ids for example in read_splits(made.inputs["texts"]).train),
             target.adapter,

@@ -15,7 +15,8 @@ import torch
 from draftkit.artifacts import LOCK, locked, remove
 from draftkit.config import Config, DraftConfig
 from draftkit.models.compatibility import unknown_target
-from draftkit.models.loading import Outline, load_draft, model_config, save_draft
+from draftkit.models.files import ModelFolder
+from draftkit.models.loading import Outline, load_draft, save_draft
 from draftkit.online.buffer import Buffer
 from draftkit.online.registry import Registry
 from draftkit.tracking import FILE_NAME
@@ -58,7 +59,7 @@ def checksums_of(config: Config, made: StageFolder) -> dict[str, str]:
     Raises ValueError for a head that was made for another target, unless `draft.accept_target`.
     """
     draft = made.model(config, "draft")
-    text = unknown_target(draft, model_config(draft), made.digests["target"])
+    text = unknown_target(draft, ModelFolder(draft).config, made.digests["target"])
     if text and config.decode.has_drafter and not draft.accept_target:
         raise ValueError(text)
     return {key: made.digests[key] for key in ("target", "draft")}

@@ -23,8 +23,8 @@ from draftkit.distillation.ranks import is_first
 from draftkit.distillation.sources import TrainingTexts, check_source_of_head
 from draftkit.models.compatibility import declare_target
 from draftkit.models.devices import peak_bytes, resolve_device
+from draftkit.models.files import ModelFolder
 from draftkit.models.heads import head_class
-from draftkit.models.loading import model_config
 from draftkit.models.parallel import parallel_of
 from draftkit.tracking import FILE_NAME, read_metrics
 
@@ -45,7 +45,7 @@ def check(config: Config) -> None:
     texts = plan(TEXTS, config)
     if complete_summary(texts) is not None:
         check_answers(config, read_splits(texts.path))
-    given = None if config.draft.path is None else model_config(config.draft)
+    given = None if config.draft.path is None else ModelFolder(config.draft).config
     if config.draft.is_head or (given is not None and head_class(given) is not None):
         if config.generate.top_k and not config.generate.hidden_states:
             raise ValueError(

@@ -15,8 +15,9 @@ from draftkit.config import Config
 from draftkit.distillation.pretrain import DRAFT_IDS, fresh_config
 from draftkit.distillation.ranks import is_first
 from draftkit.models.devices import free_bytes, resolve_device, resolve_dtype
+from draftkit.models.files import ModelFolder
 from draftkit.models.heads import MEDUSA, head_config
-from draftkit.models.loading import model_config, weight_count
+from draftkit.models.loading import weight_count
 from draftkit.models.shrink import cut_shape
 
 from .product import Product
@@ -37,9 +38,9 @@ def gigabytes(count: float) -> str:
 
 def pair_shapes(config: Config) -> tuple[PreTrainedConfig, PreTrainedConfig]:
     """Those of target and draft, of files or to be made. ValueError naming what is not there."""
-    draft, whole = config.draft, model_config(config.target)
+    draft, whole = config.draft, ModelFolder(config.target).config
     if draft.path:
-        return whole, model_config(draft)
+        return whole, ModelFolder(draft).config
     if draft.is_head:
         text: Any = whole.get_text_config()
         traits = {"medusa_heads": draft.head.tokens} if draft.kind == MEDUSA else {}

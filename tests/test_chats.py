@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerFast as Fast
 from draftkit.artifacts import read_json
 from draftkit.config import Config
 from draftkit.data.rollouts import read_parts, read_records
-from draftkit.models.loading import load_tokenizer, save_model
+from draftkit.models.files import ModelFolder
+from draftkit.models.loading import save_model
 from pipelines.command import launch
 from pipelines.configuration import compose_config
 from pipelines.plan import DISTILL
@@ -100,7 +101,7 @@ def test_ids_are_those_of_the_template_from_the_data_to_the_server(
     config = config_of(tmp_path, [{"messages": turns} for turns in chats], *words)
     launch(DISTILL, config)
 
-    tokenizer = load_tokenizer(config.target)
+    tokenizer = ModelFolder(config.target).tokenizer
     seen = [turns[:n] for turns in chats for n in (1, 3)]
     by_template = [
         tokenizer.apply_chat_template(turns, add_generation_prompt=True, **options)["input_ids"]

@@ -15,7 +15,8 @@ from huggingface_hub import constants
 from draftkit.config import Config, DataConfig, DraftConfig, TargetConfig
 from draftkit.data.corpora import read_documents
 from draftkit.hub import hub_has
-from draftkit.models.loading import load_model, load_tokenizer, model_config
+from draftkit.models.files import ModelFolder
+from draftkit.models.loading import load_model
 from draftkit.models.served import served_sampling
 
 NAME, FILE = "somebody/a-model", "config.json"
@@ -104,7 +105,7 @@ def test_what_the_hub_does_not_hand_out_is_refused_by_its_key(
     server.status, server.code = status, code
     model = TargetConfig(path=NAME, revision="old")
     with pytest.raises(ValueError, match="^" + line.replace("{}", NAME)) as error:
-        load_tokenizer(model)
+        ModelFolder(model)
     assert "\n" not in str(error.value)
     assert server.requests == 1
 
@@ -115,7 +116,7 @@ def test_a_repository_without_a_configuration_holds_no_model(server: Hub) -> Non
         ValueError,
         match=rf"^draft\.path {NAME}: no folder here, and the hub has no config\.json of",
     ):
-        model_config(DraftConfig(path=NAME))
+        ModelFolder(DraftConfig(path=NAME))
 
 
 @pytest.mark.parametrize("offline", [True, False])
@@ -126,8 +127,8 @@ def test_without_network_whatever_reads_a_model_says_how_to_go_on(
         reach(monkeypatch, CLOSED)
     model, line = TargetConfig(path=NAME), rf"^target\.path {NAME}: .*`hf download {NAME} "
     for read in (
-        lambda: load_tokenizer(model),
-        lambda: model_config(model),
+        lambda: ModelFolder(model).tokenizer,
+        lambda: ModelFolder(model).config,
         lambda: load_model(model, dtype="auto", device=None),  # type: ignore[arg-type]
         lambda: served_sampling(model, {}),
     ):

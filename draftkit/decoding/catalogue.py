@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from draftkit.config import DecodeConfig
+from draftkit.config import Config, DecodeConfig
 from draftkit.decoding.composite import HybridProposer, StagedProposer
 from draftkit.decoding.ngrams import CountTable, NgramMemory, PromptLookup, count_table
 from draftkit.decoding.proposers import DraftModelProposer, Proposal, Proposer, drafting
@@ -71,12 +71,14 @@ PROPOSERS: dict[str, Make] = {
 
 
 def proposer_of(
-    decode: DecodeConfig, draft: Draft, texts: Texts, target: Adapter, tree: Tree | None = None
+    config: Config, draft: Draft, texts: Texts, target: Adapter, tree: Tree | None = None
 ) -> Proposer:
-    """What `decode` names. tree: the one to propose where it asks for any; None: a usual one."""
+    """What `decode.proposer` names. tree: the one to propose where `decode.tree` asks for any;
+    None: a usual one."""
+    decode = config.decode
     made = PROPOSERS[decode.proposer](draft, texts, target)
     if decode.tree > 0:
-        made.tree = tree or usual_tree(decode.tree, decode.proposals)
+        made.tree = tree or usual_tree(decode.tree, config.proposals)
     return made
 
 

@@ -46,8 +46,6 @@ from draftkit.models.heads import EAGLE3, MEDUSA, STEPS, adapted, head_config, l
 from draftkit.models.loading import (
     adapter_of,
     load_model,
-    load_tokenizer,
-    model_config,
     save_draft,
 )
 from draftkit.models.parallel import free_id
@@ -90,7 +88,8 @@ def make_draft(
     there are any (those of a head on these alone); `note` hears which share of the validation text,
     and of answers that are not counted, these are.
     """
-    tokenizer, made = load_tokenizer(target), folder / DRAFT
+    opened, made = ModelFolder(target), folder / DRAFT
+    tokenizer = opened.tokenizer
     cut, shape = config.draft.shrink, config.draft.pretrain
     if config.draft.is_head or cut.layers:
         draft = made_of_target(
@@ -101,10 +100,10 @@ def make_draft(
         fresh = new_model(
             shape,
             tokenizer,
-            model_config(target),
+            opened.config,
             seed=config.seed,
             device=resolve_device(config.hardware),
-            start=ModelFolder(target).start,
+            start=opened.start,
         )
         draft = adapter_of(fresh, vocab_size=len(tokenizer))
     if draft.reads:

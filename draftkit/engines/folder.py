@@ -33,7 +33,6 @@ from draftkit.models.loading import (
     load_draft,
     load_sharing,
     load_target,
-    model_config,
 )
 from draftkit.models.lora import save_plain
 from draftkit.models.shapes import context_of, rope_types
@@ -97,12 +96,12 @@ def write_head_folder(
     differ. Raises ValueError naming `draft.path` for a head that engines would read otherwise.
     """
     transformers_logging.disable_progress_bar()
-    files, shape = tokenizer_files(target), model_config(draft)
+    files, shape = tokenizer_files(target), ModelFolder(draft).config
     stored = getattr(shape, "dtype", None) or torch.float32
     stored = stored if dtype is None else getattr(torch, dtype)
     owner = load_target(target, HardwareConfig(device="cpu"), dtype="auto", probed=False)
     model: Any = load_draft(draft, owner, dtype=stored).model
-    notes = raise_context(model.config, context_of(model_config(target)))
+    notes = raise_context(model.config, context_of(ModelFolder(target).config))
     for name in (*LAYER_IDS, "eagle_config"):  # which engines read by different keys
         vars(model.config).pop(name, None)
     if hasattr(model, "embed_tokens"):

@@ -14,7 +14,7 @@ import torch
 
 from draftkit.config import Config, DraftConfig, EvaluateConfig, SamplingConfig
 from draftkit.data.rollouts import Record
-from draftkit.decoding import catalogue
+from draftkit.decoding.catalogue import proposer_of
 from draftkit.decoding.graphs import compile_seconds
 from draftkit.decoding.ngrams import PromptLookup
 from draftkit.decoding.proposers import Proposer
@@ -44,7 +44,8 @@ from draftkit.evaluation.walltime import (
 )
 from draftkit.models.adapter import Adapter
 from draftkit.models.devices import free_bytes, in_float32
-from draftkit.models.loading import Target, load_draft, model_config, weight_count
+from draftkit.models.files import ModelFolder
+from draftkit.models.loading import Target, load_draft, weight_count
 from draftkit.theory.speedup import Costs
 
 LOSSLESS_PROMPTS = 32
@@ -64,6 +65,10 @@ class Prompts:
     texts: Callable[[], Iterable[Sequence[int]]] | None = None
     documents: Sequence[Hashable] = ()
 
+    def counted(self) -> Iterable[Sequence[int]]:
+        """The texts whose tokens are counted."""
+        return self.calibration if self.texts is None else self.texts()
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -78,22 +83,6 @@ class Measured:
     costs: Mapping[str, Costs]  # c and v at its number of proposals
     lossless: Mapping[str, Losslessness]  # of drafts, and of other ways that were checked
     compile_seconds: float = 0.0  # for all drafts together; in none of the times
-
-
-def proposer_of(
-    target: Adapter,
-    draft: Adapter,
-    prompts: Prompts,
-    config: Config,
-    tree: Tree | None = None,
-) -> Proposer:
-    """What proposes in real decoding, as `decode.proposer` says: `draft`, or what needs none.
-
-    tree: the one to propose, where `decode.tree` asks for any.
-    """
-    texts = prompts.texts or (lambda: prompts.calibration)
-    decode = replace(config.decode, gamma=config.proposals)
-    return catalogue.proposer_of(decode, lambda: draft, texts, target, tree)
 
 
 def gather(
@@ -200,15 +189,18 @@ def ways_of(
     """
     trees, served, last = trees or {}, config.decode.proposer, [*drafts][-1]
     ways: dict[str, Callable[[], Proposer]] = {} if served == LOOKUP else {LOOKUP: PromptLookup}
+
+    def way(name: str, config: Config) -> Callable[[], Proposer]:
+        draft, tree = drafts[name], trees.get(name)
+        return partial(proposer_of, config, lambda: draft, prompts.counted, target, tree)
+
     if not config.decode.has_drafter:
-        # Which may have counted the text.
-        one = proposer_of(target, drafts[last], prompts, config, trees.get(last))
+        one = way(last, config)()  # which may have counted the text
         return ways | {last: lambda: one}
-    for name, draft in drafts.items():
-        ways[name] = partial(proposer_of, target, draft, prompts, config, trees.get(name))
+    ways |= {name: way(name, config) for name in drafts}
     if served == "sampled":
-        mixed = replace(config, decode=replace(config.decode, proposer=HYBRID, tree=0))
-        ways[HYBRID] = partial(proposer_of, target, drafts[last], prompts, mixed)
+        mixed = replace(config.decode, proposer=HYBRID, tree=0)
+        ways[HYBRID] = way(last, replace(config, decode=mixed))
     return ways
 
 
@@ -264,7 +256,9 @@ def check_lossless(
     if config.decode.is_lossy:
         note("losslessness: surprise of sampled answers, as typical acceptance is lossy")
         proposers = {
-            name: proposer_of(target.adapter, load_draft(draft, target), prompts, config)
+            name: proposer_of(
+                config, partial(load_draft, draft, target), prompts.counted, target.adapter
+            )
             for name, draft in drafts.items()
         }
         setting = timing(texts, config.sampling, target.eos_token_ids, config)
@@ -299,5 +293,5 @@ def check_lossless(
 def float32_bytes(target: Target, drafts: Mapping[str, DraftConfig]) -> int:
     """What the weights of a check in float32 take beyond the target as it is, with a reserve."""
     grown = sum(weight.numel() for weight in target.adapter.model.parameters())
-    loaded = sum(weight_count(model_config(draft)) for draft in drafts.values())
+    loaded = sum(weight_count(ModelFolder(draft).config) for draft in drafts.values())
     return int(RESERVE * (grown + loaded) * torch.float32.itemsize)

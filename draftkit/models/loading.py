@@ -76,16 +76,6 @@ def weight_count(config: PreTrainedConfig) -> int:
     return sum(weight.numel() for weight in model.parameters())
 
 
-def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of `model`. Raises ValueError naming its key for one that is unusable."""
-    return ModelFolder(model).tokenizer
-
-
-def model_config(model: ModelConfig) -> PreTrainedConfig:
-    """The shapes of a model, without its weights. Raises ValueError naming the model's key."""
-    return ModelFolder(model).config
-
-
 def load_model(
     model: ModelConfig | ModelFolder,
     *,

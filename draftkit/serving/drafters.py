@@ -22,7 +22,7 @@ from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.proposers import Proposer
 from draftkit.models.adapter import by_name
 from draftkit.models.compatibility import check_same_architecture
-from draftkit.models.loading import model_config
+from draftkit.models.files import ModelFolder
 from draftkit.online.registry import Registry
 
 POLL_SECONDS = 0.5  # how often a new version is looked for
@@ -145,7 +145,7 @@ class Drafters:
             try:
                 given = registry.read(version)  # which looks at all checksums
                 if route.shape is not None:
-                    stored = model_config(DraftConfig(path=str(version.path)))
+                    stored = ModelFolder(DraftConfig(path=str(version.path))).config
                     check_same_architecture(route.shape, stored)
                 weights = fitted(own, given)
             except ValueError as error:

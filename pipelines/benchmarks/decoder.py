@@ -24,10 +24,11 @@ from rich.console import Console
 
 from draftkit.artifacts import read_json
 from draftkit.config import Config
+from draftkit.decoding.catalogue import proposer_of
 from draftkit.decoding.graphs import compile_seconds
 from draftkit.evaluation.costs import calibrate, predicted_speedup
 from draftkit.evaluation.intervals import LEAST_UNITS, estimate, speedup
-from draftkit.evaluation.judge import Prompts, proposer_of, timing
+from draftkit.evaluation.judge import Prompts, timing
 from draftkit.evaluation.lossless import decoded_identity, greedy_answers
 from draftkit.evaluation.summary import count_rounds
 from draftkit.evaluation.walltime import (
@@ -149,7 +150,7 @@ def measure(
 
     Speculation is by `decode.proposer`.
     """
-    proposer = proposer_of(target, draft, prompts, config)
+    proposer = proposer_of(config, lambda: draft, prompts.counted, target)
     if (tree := proposer.tree) is not None:
         setting = replace(setting, gamma=tree.depth)
     plain, drafted = (make_decoder(target, one, setting) for one in (None, proposer))

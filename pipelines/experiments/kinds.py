@@ -18,7 +18,8 @@ from draftkit.artifacts import read_json, write_text
 from draftkit.config import Config
 from draftkit.decoding.ngrams import PromptLookup
 from draftkit.evaluation.choice import HYBRID, LOOKUP, guessed_lengths
-from draftkit.models.loading import model_config, weight_count
+from draftkit.models.files import ModelFolder
+from draftkit.models.loading import weight_count
 from draftkit.templates import interval, render
 
 from ..command import guarded
@@ -111,7 +112,7 @@ def tables(drafters: Sequence[Judged], guessed: Mapping[str, Sequence[float]]) -
     lines: list[list[object]] = [
         [
             NAMES[one.kind],
-            f"{weight_count(model_config(one.config.draft)) / 1e6:.1f} M",
+            f"{weight_count(ModelFolder(one.config.draft).config) / 1e6:.1f} M",
             *(one.trained[key] for key in ("source", "divergence", "steps", "best_step")),
             f"{one.trained['seconds'] / 60:.1f}",
         ]

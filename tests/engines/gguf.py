@@ -21,8 +21,9 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from draftkit.config import TargetConfig
+from draftkit.models.files import ModelFolder
 from draftkit.models.gguf_files import BYTES, CONTROL, DIGITS, GPT_2, SPLITTERS, USER_DEFINED
-from draftkit.models.loading import load_model, load_tokenizer, model_config
+from draftkit.models.loading import load_model
 from draftkit.models.shapes import context_of
 
 TYPES = {"f32": "F32", "q8_0": "Q8_0"}  # of matrices; vectors are float32
@@ -70,7 +71,8 @@ def step(part: Mapping[str, Any]) -> str:
 
 def write_gguf(model: TargetConfig, path: Path, *, kind: str, key: str) -> None:
     """Write the folder of `model` (the `key`: target or draft) to the file `path`, as `TYPES`."""
-    config, tokenizer = model_config(model), load_tokenizer(model)
+    folder = ModelFolder(model)
+    config, tokenizer = folder.config, folder.tokenizer
     loaded = load_model(model, dtype="auto", device=torch.device("cpu"))
     tensors = dict(tensors_of(loaded.state_dict(), config))
     writer = gguf.GGUFWriter(path, config.model_type)

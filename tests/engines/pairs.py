@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 
 from draftkit.config import DataConfig, TargetConfig
 from draftkit.data.corpora import read_documents
-from draftkit.models.loading import load_tokenizer, save_model
+from draftkit.models.files import ModelFolder
+from draftkit.models.loading import save_model
 
 EMBEDDED = Path(__file__).parents[2] / "draftkit" / "embedded"
 SHAPES = {"llama": (LlamaConfig, 32), "qwen3": (Qwen3Config, 64)}
@@ -24,7 +25,7 @@ STEPS = 250
 
 def text_rows(count: int) -> torch.Tensor:
     """Token ids [count, LENGTH] of the Python files of the corpus."""
-    tokenizer = load_tokenizer(TargetConfig(path=str(EMBEDDED)))
+    tokenizer = ModelFolder(TargetConfig(path=str(EMBEDDED))).tokenizer
     ids: list[int] = []
     for document in read_documents(DataConfig(domains=["python"])):
         ids += tokenizer(document.row["text"])["input_ids"]
@@ -70,7 +71,7 @@ def trained(architecture: str, layers: int, rows: torch.Tensor, seed: int) -> Pr
 def make_pair(architecture: str, folder: Path, *, steps: int = STEPS) -> Path:
     """Write `target` and `draft` into `folder`, unless they are there."""
     if not (folder / "draft").is_dir():
-        tokenizer = load_tokenizer(TargetConfig(path=str(EMBEDDED)))
+        tokenizer = ModelFolder(TargetConfig(path=str(EMBEDDED))).tokenizer
         rows = text_rows(steps * ROWS)
         for name, layers, seed in (("target", 4, 0), ("draft", 1, 1)):
             save_model(trained(architecture, layers, rows, seed), tokenizer, folder / name)

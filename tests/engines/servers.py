@@ -23,9 +23,9 @@ from transformers import AutoConfig
 from draftkit.config import DraftConfig, SamplingConfig, TargetConfig
 from draftkit.engines.folder import write_head_folder, write_plain_folder
 from draftkit.engines.launch import launch_text
+from draftkit.models.files import ModelFolder
 from draftkit.models.head_files import kind_of
 from draftkit.models.heads import head_class
-from draftkit.models.loading import load_tokenizer, model_config
 from tests.engines.environments import FOLDER, missing
 from tests.engines.gguf import vocabulary_of, write_gguf
 
@@ -62,7 +62,7 @@ class Launch:
 def export_pair(engine: str, folder: Path, target: Path, draft: Path, *, gamma: int) -> None:
     """The pair in `folder` as `engine` loads it: a plain folder, or GGUF files made of it."""
     models = {"target": TargetConfig(path=str(target)), "draft": DraftConfig(path=str(draft))}
-    is_head = head_class(model_config(models["draft"])) is not None
+    is_head = head_class(ModelFolder(models["draft"]).config) is not None
     if not (folder / "hf").is_dir():
         written = (models["draft"], models["target"], folder / "hf")
         if is_head:
@@ -91,7 +91,7 @@ runpy.run_path("convert_hf_to_gguf.py", run_name="__main__")
 
 def convert(folder: Path, target: Path) -> None:
     """The GGUF files of `target` and of the head in `folder`/hf, by llama.cpp's own converter."""
-    tokenizer = load_tokenizer(TargetConfig(path=str(target)))
+    tokenizer = ModelFolder(TargetConfig(path=str(target))).tokenizer
     splitter = vocabulary_of(tokenizer, rows=len(tokenizer)).splitter
     place, head = FOLDER / "llamacpp", ["--target-model-dir", str(target), str(folder / "hf")]
     for key, words in {"target": [str(target)], "draft": head}.items():

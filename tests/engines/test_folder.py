@@ -16,8 +16,8 @@ from draftkit.data.rollouts import Record
 from draftkit.engines.folder import fit_rows, raise_context, write_plain_folder
 from draftkit.evaluation.alpha import score_drafts
 from draftkit.models.adapter import CausalAdapter
-from draftkit.models.files import KEPT_IDS
-from draftkit.models.loading import load_draft, load_target, load_tokenizer
+from draftkit.models.files import KEPT_IDS, ModelFolder
+from draftkit.models.loading import load_draft, load_target
 from draftkit.models.lora import with_lora
 from tests.engines import making
 from tests.engines.making import REAL
@@ -116,7 +116,7 @@ def test_another_vocabulary_is_refused(tmp_path: Path, target: TargetConfig) -> 
     draft = DraftConfig(path=str(tmp_path / "draft"), extra_tokens="never")
     notes = write_plain_folder(draft, target, tmp_path / "hf", gamma=1)
     assert any(f"proposes {REAL - 1} ids (" in note for note in notes)
-    renamed = load_tokenizer(target).convert_tokens_to_ids("<|over|>")
+    renamed = ModelFolder(target).tokenizer.convert_tokens_to_ids("<|over|>")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert (logits(model).argmax(-1) != renamed).all()
 

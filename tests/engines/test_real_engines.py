@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from draftkit.config import SamplingConfig, TargetConfig
 from draftkit.engines.launch import launch_text
-from draftkit.models.loading import load_tokenizer, save_model
+from draftkit.models.files import ModelFolder
+from draftkit.models.loading import save_model
 from pipelines.command import launch
 from pipelines.configuration import compose_config
 from pipelines.plan import CERTIFY
@@ -38,7 +39,7 @@ KINDS = ("sh", "python")  # of blocks in launch.md
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Briefly trained targets, each with a disturbed copy of itself, which agrees in part."""
     root = tmp_path_factory.mktemp("pairs")
-    tokenizer = load_tokenizer(TargetConfig(path=str(EMBEDDED)))
+    tokenizer = ModelFolder(TargetConfig(path=str(EMBEDDED))).tokenizer
     rows = text_rows(STEPS * ROWS)
     for shape in SHAPES:
         target = trained(shape, 4, rows, seed=0)

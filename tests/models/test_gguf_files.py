@@ -18,8 +18,9 @@ from tokenizers.trainers import BpeTrainer
 
 from draftkit.config import TargetConfig
 from draftkit.models import gguf_files
+from draftkit.models.files import ModelFolder
 from draftkit.models.gguf_files import SPACE, SPLITTERS, TRIED, convert, file_named
-from draftkit.models.loading import load_model, load_tokenizer
+from draftkit.models.loading import load_model
 from pipelines.configuration import compose_config
 from tests.engines import making
 from tests.engines.gguf import vocabulary_of
@@ -37,7 +38,7 @@ def test_weights_tokenizer_and_template_are_those_of_the_folder_it_was_written_f
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     read, model = (TargetConfig(path=str(tmp_path / name)) for name in ("read", "model"))
-    tokenizer, original = load_tokenizer(read), load_tokenizer(model)
+    tokenizer, original = ModelFolder(read).tokenizer, ModelFolder(model).tokenizer
     assert tokenizer.get_vocab() == original.get_vocab()
     assert (tokenizer.eos_token, tokenizer.chat_template) == (original.eos_token, TEMPLATE)
     for text in (*TRIED, *making.TEXT):
@@ -143,7 +144,7 @@ def test_a_sentencepiece_tokenizer_is_llama_cpps(tmp_path: Path, keys: dict[str,
     path = written(tmp_path, vocab_size=400)
     vocabulary = spoken(path, **keys)
     convert(path, tmp_path / "read", "target")
-    tokenizer = load_tokenizer(TargetConfig(path=str(tmp_path / "read")))
+    tokenizer = ModelFolder(TargetConfig(path=str(tmp_path / "read"))).tokenizer
     draw = random.Random(0)
     line = making.TEXT[0]
     starts = [draw.randrange(len(line) - 40) for _ in range(200)]
@@ -262,4 +263,4 @@ def test_a_command_reads_a_file_once_and_its_stages_see_a_folder(
     monkeypatch.setattr("pipelines.product.convert", None)  # never called again
     assert compose_config(words) == config
     with pytest.raises(ValueError, match=r"^target\.path .*: commands read a GGUF file into"):
-        load_tokenizer(TargetConfig(path=str(path)))
+        ModelFolder(TargetConfig(path=str(path)))

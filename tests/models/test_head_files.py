@@ -19,9 +19,10 @@ from draftkit.config import DraftConfig, HardwareConfig, SamplingConfig, TargetC
 from draftkit.decoding.generation import decode, make_requests
 from draftkit.decoding.proposers import drafting
 from draftkit.evaluation.alpha import score_drafts
+from draftkit.models.files import ModelFolder
 from draftkit.models.head_files import load_head
 from draftkit.models.heads import EAGLE3, adapted, head_config, new_head
-from draftkit.models.loading import Target, load_draft, load_target, model_config, save_draft
+from draftkit.models.loading import Target, load_draft, load_target, save_draft
 from tests import tiny
 from tests.engines.counts import accepted_by_pass
 from tests.engines.heads import Head, features_of, fitted, parallel, proposals, rounds
@@ -110,7 +111,7 @@ def written(folder: Path, edit: Edit) -> DraftConfig:
 
 def loaded(folder: Path, edit: Edit) -> Any:
     model = written(folder, edit)
-    return load_head(model, model_config(model), tiny_target(), dtype=torch.float32)
+    return load_head(model, ModelFolder(model).config, tiny_target(), dtype=torch.float32)
 
 
 def renamed(old: str, new: str) -> Edit:

@@ -122,12 +122,12 @@ def write_traces(folder: Path, timed: Timed, target: Target) -> None:
     """Leave the first answers to look at: what was proposed, accepted and corrected."""
     traces = timed.completions[:TRACES]
 
-    def decode(ids: list[int]) -> str:
+    def detokenize(ids: list[int]) -> str:
         return str(target.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
-    write_json(folder / TRACE, [as_rows(trace, decode) for trace in traces])
+    write_json(folder / TRACE, [as_rows(trace, detokenize) for trace in traces])
     for colour, name in SAMPLES.items():
-        read = answers(traces, decode, width=WIDTH, marks=not colour)
+        read = answers(traces, detokenize, width=WIDTH, marks=not colour)
         write_text(folder / name, as_text(read, width=WIDTH, colour=colour))
 
 

@@ -124,11 +124,11 @@ def serve(config: Config) -> None:
         target = load_target(target_config, config.hardware)
         # What a client reads: without special tokens, with all spaces.
         options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-        decode: Any = partial(target.tokenizer.decode, **options)
+        detokenize: Any = partial(target.tokenizer.decode, **options)
         engine = Engine(
             target.adapter,
             drafters_of(config, made, target),
-            decode=decode,
+            detokenize=detokenize,
             eos_token_ids=target.eos_token_ids,
             serve=settings,
             decoding=replace(config.decode, gamma=config.proposals),

@@ -56,9 +56,11 @@ DOMAIN_NAMES = ("python", "prose", "cpp")
 EXTRA_NAMES = {"refuse": "is refused", "never": "is taken, and never proposes them"}
 REFUSE, NEVER = EXTRA_NAMES
 DIVISOR = "[0.001, inf)"  # of logits, which float32 must hold
-KINDS: dict[Any, str] = {int: "a whole number", float: "a number", str: "text"}
-KINDS |= {bool: "true or false", NoneType: "null", list: "a list", dict: "a mapping"}
-KINDS |= {Any: "a number or a list of them"}  # `draft.shrink.layers`, which Hydra has no type for
+TYPE_NAMES: dict[Any, str] = {int: "a whole number", float: "a number", str: "text"}
+TYPE_NAMES |= {bool: "true or false", NoneType: "null", list: "a list", dict: "a mapping"}
+TYPE_NAMES |= {
+    Any: "a number or a list of them"
+}  # `draft.shrink.layers`, which Hydra has no type for
 
 
 def require(condition: bool, key: str, rule: str, value: object) -> None:
@@ -118,38 +120,40 @@ def positive(default: Any, says: str) -> Any:
     return setting(default, says, "(0, inf)")
 
 
-def is_of(value: Any, kind: Any) -> bool:
+def is_of(value: Any, declared: Any) -> bool:
     """Whether `value` is of the type of a field. A whole number is a number too, True is none."""
-    origin, parts = get_origin(kind), get_args(kind)
+    origin, parts = get_origin(declared), get_args(declared)
     if origin is list:
         return isinstance(value, list) and all(is_of(one, parts[0]) for one in value)
     if origin is dict:
         return isinstance(value, dict) and all(is_of(one, parts[1]) for one in value.values())
     if parts:  # a union
         return any(is_of(value, one) for one in parts)
-    if kind is Any or isinstance(value, bool):
-        return kind in (Any, bool)
-    return isinstance(value, int | float if kind is float else kind)
+    if declared is Any or isinstance(value, bool):
+        return declared in (Any, bool)
+    return isinstance(value, int | float if declared is float else declared)
 
 
-def kind_name(kind: Any) -> str:
+def type_name(declared: Any) -> str:
     """`a whole number or null`: what `is_of` asks for."""
-    if origin := {list, dict} & {get_origin(kind)}:
-        inner = get_args(kind)[-1]
-        return KINDS[origin.pop()] + ("" if inner is Any else f" of {KINDS[inner]}")
-    return " or ".join(map(kind_name, get_args(kind))) or KINDS.get(kind, f"a {kind.__name__}")
+    if origin := {list, dict} & {get_origin(declared)}:
+        inner = get_args(declared)[-1]
+        return TYPE_NAMES[origin.pop()] + ("" if inner is Any else f" of {TYPE_NAMES[inner]}")
+    return " or ".join(map(type_name, get_args(declared))) or TYPE_NAMES.get(
+        declared, f"a {declared.__name__}"
+    )
 
 
 def limits(one: Field[Any]) -> str:
     """What a setting may be, in words: its bounds, or its type."""
     bounds, null = one.metadata["rule"].bounds, NoneType in get_args(one.type)
-    return f"{bounds}, or null" if bounds and null else bounds or kind_name(one.type)
+    return f"{bounds}, or null" if bounds and null else bounds or type_name(one.type)
 
 
 def check_value(key: str, one: Field[Any], value: Any) -> None:
     """Raise ValueError, naming `key`, unless `value` is of its type and keeps to its rule."""
     rule: Rule | None = one.metadata.get("rule")
-    require(is_of(value, one.type), key, f"be {kind_name(one.type)}", value)
+    require(is_of(value, one.type), key, f"be {type_name(one.type)}", value)
     if rule is None or value is None:
         return
     entries = value if isinstance(value, list) else [value]
@@ -168,7 +172,7 @@ class Section:
         cls.key = key
 
     def __post_init__(self) -> None:
-        section: Any = self  # a dataclass, as all its kinds are
+        section: Any = self  # a dataclass, as all sections are
         for one in fields(section):
             check_value(f"{self.key}.{one.name}".lstrip("."), one, getattr(self, one.name))
 

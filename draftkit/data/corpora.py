@@ -22,8 +22,8 @@ from draftkit.data.rows import question_id, row_form
 from draftkit.data.store import hash_order
 from draftkit.hub import hub_has
 
-KINDS = 5  # of reasons that have a line of their own; all later ones share one
-VARIES = re.compile(r"\d+|'[^']*'|\"[^\"]*\"")  # between reasons of one kind
+REASONS = 5  # that have a line of their own; all later ones share one
+VARIES = re.compile(r"\d+|'[^']*'|\"[^\"]*\"")  # between reasons that are alike
 PARAGRAPHS = 2_000  # characters up to which the paragraphs of a text file are joined
 # Of each row its line or number, and what it holds or why it cannot be read.
 Rows = Iterator[tuple[str, Any]]
@@ -50,23 +50,23 @@ class BadRows:
     def __init__(self, most: float) -> None:
         self.count = 0
         self._most = most
-        self._kinds: dict[str, tuple[str, int]] = {}  # the first of each kind, and how many
+        self._reasons: dict[str, tuple[str, int]] = {}  # the first of those alike, and how many
 
     def add(self, origin: str, reason: str) -> None:
         """Count the row that stands at `origin`."""
-        kind = VARIES.sub("", reason)
-        if kind not in self._kinds and len(self._kinds) >= KINDS:
-            kind = ""
-        first, alike = self._kinds.get(kind, (f"{origin}: {reason}", 0))
-        self._kinds[kind] = first, alike + 1
+        alike = VARIES.sub("", reason)
+        if alike not in self._reasons and len(self._reasons) >= REASONS:
+            alike = ""
+        first, count = self._reasons.get(alike, (f"{origin}: {reason}", 0))
+        self._reasons[alike] = first, count + 1
         self.count += 1
 
     @property
     def lines(self) -> list[str]:
-        """The first row of each kind, and how many are like it."""
+        """The first row of each reason, and how many are like it."""
         return [
             first + (f" ({alike - 1:,} more like it)" if alike > 1 else "")
-            for first, alike in self._kinds.values()
+            for first, alike in self._reasons.values()
         ]
 
     def check(self, rows: int) -> None:

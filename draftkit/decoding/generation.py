@@ -34,8 +34,8 @@ class TraceRound:
         return self.proposed[: self.accepted] + own
 
     @property
-    def kinds(self) -> list[str]:
-        """The kind of every emitted token, a key of KINDS."""
+    def fates(self) -> list[str]:
+        """What became of every emitted token, a key of `trace.SHOWN`."""
         own = "bonus" if self.accepted == len(self.proposed) else "correction"
         return (["accepted"] * self.accepted + [own])[: len(self.emitted)]
 

@@ -1,8 +1,8 @@
 """One generation shown round by round: what was proposed, accepted, rejected, corrected.
 
 After Figure 1 of Leviathan et al. 2211.17192. `as_rows` is what a page shows of it; `answers` is
-how it reads in a terminal, whose colours may be missing. Knows no models; text comes from `decode`,
-any function from ids to text.
+how it reads in a terminal, whose colours may be missing. Knows no models; text comes from
+`detokenize`, any function from ids to text.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,26 +13,26 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from draftkit.decoding.generation import Completion, TraceRound
-from draftkit.decoding.streaming import REPLACEMENT, Decode, TextStream
+from draftkit.decoding.streaming import REPLACEMENT, Detokenize, TextStream
 
 
 class Part(NamedTuple):
     """Tokens that are shown together: one, or those that share a character.
 
-    kind: accepted, rejected, correction, bonus or unused.
+    fate: accepted, rejected, correction, bonus or unused.
     """
 
-    kind: str
+    fate: str
     ids: list[int]
     text: str
 
 
-# How a kind of token that enters an answer is shown: by marks around it, or by a style.
-KINDS = {"accepted": (("", ""), "green"), "correction": (("{+", "+}"), "bold bright_blue")}
-KINDS["bonus"] = KINDS["correction"]
+# How a token that enters an answer is shown, by its fate: by marks around it, or by a style.
+SHOWN = {"accepted": (("", ""), "green"), "correction": (("{+", "+}"), "bold bright_blue")}
+SHOWN["bonus"] = SHOWN["correction"]
 
 
-def parts(step: TraceRound, context: list[int], decode: Decode) -> list[Part]:
+def parts(step: TraceRound, context: list[int], detokenize: Detokenize) -> list[Part]:
     """What to show of a round after the ids of `context`, in the order to show it.
 
     `unused`: proposals behind the first rejected one, and what an end of text or the length limit
@@ -44,22 +44,24 @@ def parts(step: TraceRound, context: list[int], decode: Decode) -> list[Part]:
     if step.next_token is None:
         runs.append(("unused", before, rest))
     else:
-        own = step.kinds[-1] if step.committed > step.accepted else "unused"
+        own = step.fates[-1] if step.committed > step.accepted else "unused"
         runs += [("rejected", before, rest[:1]), (own, before, [step.next_token])]
         runs.append(("unused", before + rest[:1], rest[1:]))
     return [
-        Part(kind, ids, text)
-        for kind, behind, run in runs
-        for ids, text in pieces(behind, run, decode)
+        Part(fate, ids, text)
+        for fate, behind, run in runs
+        for ids, text in pieces(behind, run, detokenize)
     ]
 
 
-def pieces(before: list[int], ids: list[int], decode: Decode) -> Iterator[tuple[list[int], str]]:
+def pieces(
+    before: list[int], ids: list[int], detokenize: Detokenize
+) -> Iterator[tuple[list[int], str]]:
     """Cut the text of `ids` behind `before` into tokens; those that share a character stay one.
 
     What has no text, as an end of text, is shown by its ids.
     """
-    stream = TextStream(decode, context=before)
+    stream = TextStream(detokenize, context=before)
     together: list[int] = []
     for count, token_id in enumerate(ids, start=1):
         together.append(token_id)
@@ -70,14 +72,14 @@ def pieces(before: list[int], ids: list[int], decode: Decode) -> Iterator[tuple[
             together = []
 
 
-def answer(trace: Completion, decode: Decode) -> Iterator[Part]:
+def answer(trace: Completion, detokenize: Detokenize) -> Iterator[Part]:
     """The whole answer; tokens that share a character are shown as the last of them."""
     ids = [token for step in trace.steps for token in step.emitted[: step.committed]]
-    kinds = [kind for step in trace.steps for kind in step.kinds[: step.committed]]
+    fates = [fate for step in trace.steps for fate in step.fates[: step.committed]]
     end = 0
-    for together, text in pieces(trace.prompt_ids, ids, decode):
+    for together, text in pieces(trace.prompt_ids, ids, detokenize):
         end += len(together)
-        yield Part(kinds[end - 1], together, text)
+        yield Part(fates[end - 1], together, text)
 
 
 PROMPT_IDS = 80  # of a prompt that are shown
@@ -101,7 +103,7 @@ def readable(text: str) -> str:
     return "\n".join(map(visible, text.split("\n")))
 
 
-def as_rows(trace: Completion, decode: Decode) -> dict[str, Any]:
+def as_rows(trace: Completion, detokenize: Detokenize) -> dict[str, Any]:
     """A generation as JSON holds it: counts, the end of its prompt, every round by its parts.
 
     Texts are on one line, as `visible` shows them.
@@ -111,31 +113,33 @@ def as_rows(trace: Completion, decode: Decode) -> dict[str, Any]:
     proposed = sum(len(step.proposed) for step in trace.steps)
     rounds, text = [], list(trace.prompt_ids)
     for step in trace.steps:
-        shown = [[part.kind, visible(part.text)] for part in parts(step, text, decode)]
+        shown = [[part.fate, visible(part.text)] for part in parts(step, text, detokenize)]
         rounds.append({"accepted": step.accepted, "proposed": len(step.proposed), "parts": shown})
         text += step.emitted[: step.committed]
     cut = "…" * (len(trace.prompt_ids) > PROMPT_IDS)
     return {
         "counts": f"{tokens} tokens in {len(rounds)} rounds, {accepted} of {proposed} accepted",
-        "prompt": cut + visible(decode(trace.prompt_ids[-PROMPT_IDS:])),
+        "prompt": cut + visible(detokenize(trace.prompt_ids[-PROMPT_IDS:])),
         "rounds": rounds,
     }
 
 
-def answers(traces: Sequence[Completion], decode: Decode, *, width: int, marks: bool) -> Group:
+def answers(
+    traces: Sequence[Completion], detokenize: Detokenize, *, width: int, marks: bool
+) -> Group:
     """Prompts and answers as they read; `marks` tell whose token is whose, else styles alone."""
 
-    def part(kind: str, text: str) -> Text:
-        around, style = KINDS[kind]
+    def part(fate: str, text: str) -> Text:
+        around, style = SHOWN[fate]
         return Text(text.join(around) if marks else text, style)
 
     own = part("correction", "the target's own token")
     blocks = [Text("  ").join([Text("prompt", "dim"), part("accepted", "accepted"), own])]
     for trace in traces:
-        text = Text().append(readable(decode(trace.prompt_ids)), "dim")
-        for _, same in groupby(answer(trace, decode), key=lambda part: KINDS[part.kind]):
+        text = Text().append(readable(detokenize(trace.prompt_ids)), "dim")
+        for _, same in groupby(answer(trace, detokenize), key=lambda part: SHOWN[part.fate]):
             shown = list(same)
-            text.append(part(shown[0].kind, readable("".join(one.text for one in shown))))
+            text.append(part(shown[0].fate, readable("".join(one.text for one in shown))))
         blocks += [Text(width * "─", style="dim"), text]
     return Group(*blocks)
 

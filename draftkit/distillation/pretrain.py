@@ -246,11 +246,11 @@ def counted_ids(
     of_text: of the training text too where there are answers. `note` hears their share.
     """
     own = [record.output_ids for record in answers]
-    kinds: list[Iterable[Sequence[int]]] = []
+    groups: list[Iterable[Sequence[int]]] = []
     if of_text or not own:
-        kinds.append(example.token_ids for example in splits.train)
-    kinds.append(answer for number, answer in enumerate(own) if number % UNCOUNTED)
-    kept_ids = frequent_ids(*kinds, count=count, always=always, vocab_size=vocab_size)
+        groups.append(example.token_ids for example in splits.train)
+    groups.append(answer for number, answer in enumerate(own) if number % UNCOUNTED)
+    kept_ids = frequent_ids(*groups, count=count, always=always, vocab_size=vocab_size)
     share = share_of_tokens((example.token_ids for example in splits.validation), kept_ids)
     of_answers = f", {share_of_tokens(own[::UNCOUNTED], kept_ids):.1%} of the target's own answers"
     note(

@@ -1,13 +1,13 @@
 """What a round costs by part: c, v and o of the speed-up formula, for evaluation and server.
 
-In every pass each kind of rounds answers batches as timed generations do, by the same code, and is
-compared with the plain steps of that pass: what disturbs a machine for a while disturbs all.
-They are measured on the decoders that are timed, or that will serve: two decoders of one model
+In every pass rounds of each number of proposals answer batches as timed generations do, by the same
+code, and are compared with the plain steps of that pass: what disturbs a machine for a while
+disturbs all. They run on the decoders that are timed, or that will serve: two decoders of one model
 need not be as fast, as their memory lies elsewhere. An evaluation calibrates on other prompts than
 it times, so that the theory predicts from these costs and never from the generations that it
-predicts. There all kinds write texts of the same lengths, since a step may cost more behind a
-longer text. A server measures before the first job, which also makes the code and the buffers that
-the first jobs need.
+predicts. There all rounds are those of texts of the same lengths, since a step may cost more behind
+a longer text. A server measures before the first job, which also makes the code and the buffers
+that the first jobs need.
 """
 
 import statistics
@@ -30,7 +30,7 @@ from draftkit.theory.speedup import Costs, speedup_from_length
 
 PASSES, MOST_PASSES = 4, 24
 SECONDS = 5.0  # of passes in an evaluation, where they are short: single ones differ by a tenth
-ROUNDS = 32  # of a kind in a pass, at least: the first ones are slow
+ROUNDS = 32  # of each number of proposals in a pass, at least: the first ones are slow
 TOKENS = 3 * ROUNDS  # of an answer, at most: what many drafters write in so many rounds
 SERVER_ROUNDS = 4  # few: they delay the start of a server
 SERVER_PROMPT_TOKENS = 8
@@ -54,45 +54,45 @@ def calibrate(
     gamma, others = max(setting.gamma, 1), gammas
     if (tree := drafted.tree(DRAFT_ID)) is not None:
         gamma, others = tree.depth, ()
-    kinds = [0, gamma, *(one for one in others if abs(one - gamma) > 1)]
+    counts = [0, gamma, *(one for one in others if abs(one - gamma) > 1)]
     if setting.batch_size == 1:  # rows of a batch end apart, so it shrinks as their answers go on
         setting = replace(setting, max_new_tokens=min(setting.max_new_tokens, TOKENS))
 
-    def measure(kind: int, number: int) -> RoundSeconds:
-        decoder, first = drafted if kind else plain, number * setting.batch_size
-        return round_seconds(decoder, prompts, setting, gamma=kind, first=first, least=ROUNDS)
+    def measure(gamma: int, number: int) -> RoundSeconds:
+        decoder, first = drafted if gamma else plain, number * setting.batch_size
+        return round_seconds(decoder, prompts, setting, gamma=gamma, first=first, least=ROUNDS)
 
     clock = synchronised_clock(plain.target.device)
     began = clock()
-    for kind in kinds:  # makes code and buffers, which would count in a first pass
-        measure(kind, 0)
+    for count in counts:  # makes code and buffers, which would count in a first pass
+        measure(count, 0)
     passes = SECONDS / max(clock() - began, SECONDS / MOST_PASSES)
-    return costs_by(measure, gamma, kinds, passes=max(PASSES, round(passes)))
+    return costs_by(measure, gamma, counts, passes=max(PASSES, round(passes)))
 
 
 def costs_by(
     measure: Callable[[int, int], RoundSeconds],
     gamma: int,
-    kinds: Sequence[int],
+    gammas: Sequence[int],
     *,
     passes: int = PASSES,
 ) -> Costs:
-    """c, v and o of rounds of `gamma` proposals, and c and v of all `kinds`, by their proposals.
+    """c, v and o of rounds of `gamma` proposals, and c and v of those of all `gammas`.
 
     Ratios to the plain steps, those without any, of the same pass, as medians over passes. Every
-    other pass goes through the kinds backwards, so that a steady drift cancels. measure: the rounds
-    of a kind in the pass of a number.
+    other pass goes through `gammas` backwards, so that a steady drift cancels. measure: rounds of
+    so many proposals in the pass of a number.
     """
     seen = [
-        {kind: measure(kind, number) for kind in kinds[:: -1 if number % 2 else 1]}
+        {count: measure(count, number) for count in gammas[:: -1 if number % 2 else 1]}
         for number in range(passes)
     ]
 
-    def ratio(kind: int, part: str) -> float:
-        return statistics.median(getattr(one[kind], part) / sum(one[0]) for one in seen)
+    def ratio(count: int, part: str) -> float:
+        return statistics.median(getattr(one[count], part) / sum(one[0]) for one in seen)
 
     propose, verify = (
-        {kind: ratio(kind, part) for kind in kinds} for part in ("propose", "verify")
+        {count: ratio(count, part) for count in gammas} for part in ("propose", "verify")
     )
     return Costs(
         plain_seconds=statistics.median(sum(one[0]) for one in seen),
@@ -100,7 +100,7 @@ def costs_by(
         verify_ratio=verify[gamma],
         overhead_ratio=ratio(gamma, "rest"),
         verify_ratios=verify,
-        draft_units={kind: unit for kind, unit in propose.items() if kind > 0},
+        draft_units={count: unit for count, unit in propose.items() if count > 0},
     )
 
 

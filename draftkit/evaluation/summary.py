@@ -92,7 +92,7 @@ def summarise(
     predicted = predicted_speedup(timed, plain, costs)
     limit, break_even = ceiling(gamma, **costs.ratios), break_even_alpha(gamma, **costs.ratios)
     decision, reason = verdict(
-        speedup=answers,
+        gained=answers,
         rounds=rounds,
         lossless=lossless,
         ceiling=limit,
@@ -283,7 +283,7 @@ def tokens_a_pass(timed: Timed) -> Rate:
 
 def verdict(
     *,
-    speedup: Estimate,
+    gained: Estimate,
     rounds: Estimate,
     lossless: Losslessness,
     ceiling: float,
@@ -292,25 +292,25 @@ def verdict(
 ) -> tuple[str, str]:
     """Deploy or not, and why: the speed-up's interval against 1, exactness first.
 
-    That the interval lies above 1 is a one-sided t test on the log speed-up at 2.5 %. speedup: end
+    That the interval lies above 1 is a one-sided t test on the log speed-up at 2.5 %. gained: end
     to end, prefill and waiting included. rounds: without the prefill, of which alone `ceiling` and
     `break_even_alpha` speak. With fewer than `LEAST_UNITS` documents, or batches of `batch_size`,
     there is no interval, and nothing is decided.
     """
-    interval = f"end-to-end speedup {speedup.mean:.2f} [{speedup.low:.2f}, {speedup.high:.2f}]"
+    interval = f"end-to-end speedup {gained.mean:.2f} [{gained.low:.2f}, {gained.high:.2f}]"
     if lossless.passed is False:
         return DO_NOT_DEPLOY, lossless.fault
-    if (units := speedup.documents) < LEAST_UNITS:
+    if (units := gained.documents) < LEAST_UNITS:
         what = "documents" if batch_size == 1 else f"batches of {batch_size} documents"
         return INCONCLUSIVE, (
             f"this run only shows that every part works: it timed {units} {what}, a verdict needs "
             f"{LEAST_UNITS}; time {(LEAST_UNITS - units) * batch_size} documents more "
             "(evaluate.timing_prompts, timing_minutes, prompts, held-out text)"
         )
-    if speedup.low > 1:
+    if gained.low > 1:
         unchecked = UNCHECKED * (lossless.passed is None)
         return DEPLOY, f"{interval} lies above 1{unchecked}"
-    if not speedup.high < 1:
+    if not gained.high < 1:
         return INCONCLUSIVE, f"{interval} contains 1; time more prompts (evaluate.timing_prompts)"
     if rounds.mean > 1:
         hint = f"rounds alone reach {rounds.mean:.2f}, but the draft's prefill costs more"

@@ -114,17 +114,17 @@ def check_vocabulary(
 
 
 def frequent_ids(
-    *kinds: Iterable[Sequence[int]], count: int, always: Iterable[int], vocab_size: int
+    *groups: Iterable[Sequence[int]], count: int, always: Iterable[int], vocab_size: int
 ) -> Tensor:
-    """Return the `count` ids most frequent in the texts of `kinds`, and those of `always`: [K].
+    """Return the `count` ids most frequent in the texts of `groups`, and those of `always`: [K].
 
-    Each kind has the same weight, whatever it holds. Ascending; of ids that are equally frequent
+    Each group has the same weight, whatever it holds. Ascending; of ids that are equally frequent
     the smaller is kept, so that a short text gives no fewer. Raises ValueError naming
     `draft.shrink.vocabulary` for more ids than `vocab_size`.
     """
     check_vocabulary(count, vocab_size)
     shares: Counter[int] = Counter()
-    for texts in kinds:
+    for texts in groups:
         seen = Counter(chain.from_iterable(texts))
         total = max(1, seen.total())
         for token, times in seen.items():

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from draftkit.config import DEFAULT_ROUTE, SamplingConfig
 from draftkit.decoding.generation import Completion
-from draftkit.decoding.streaming import Decode, TextStream, final_text
+from draftkit.decoding.streaming import Detokenize, TextStream, final_text
 from draftkit.online.buffer import Served
 
 
@@ -106,15 +106,15 @@ class Answer:
     tokens are no part of the answer. Raises ValueError for an empty stop string.
     """
 
-    def __init__(self, job: Job, listener: Listener, *, decode: Decode, seed: int) -> None:
+    def __init__(self, job: Job, listener: Listener, *, detokenize: Detokenize, seed: int) -> None:
         self.job = job
         self.listener = listener
         self.seed = seed
         self.is_cancelled = False  # it ends at the next round
         self.completion = Completion(list(job.prompt_ids))
         self.version = ""  # of the drafter that proposed last
-        self._decode = decode
-        self._stream = TextStream(decode, job.stops, job.prompt_ids if job.continues else ())
+        self._detokenize = detokenize
+        self._stream = TextStream(detokenize, job.stops, job.prompt_ids if job.continues else ())
         self._held: list[TokenScore] = []
         self._sent = 0  # scores
 
@@ -124,7 +124,7 @@ class Answer:
 
     def echo(self, scores: Sequence[TokenScore]) -> Piece:
         """The prompt, said before the answer."""
-        text = self.job.echo or final_text(list(self.job.prompt_ids), self._decode)
+        text = self.job.echo or final_text(list(self.job.prompt_ids), self._detokenize)
         return Piece(text, (), prompt=tuple(scores))
 
     def take(self, log_probs: Sequence[float], *, version: str, done: bool) -> Piece | None:

@@ -3,7 +3,7 @@
 Between two rounds of the decoder new weights are installed, rows that were cancelled or are late
 leave, and waiting jobs join in the order in which they came. What a round brings goes to the
 listeners of answers, on the engine's thread, to counts and to the recorder. Knows no HTTP; text
-only through `decode`.
+only through `detokenize`.
 
 A seeded job keeps `decode.gamma`, so that in float32 its answer does not depend on the rows beside
 it; all others propose as many tokens as pay at the moment.
@@ -24,7 +24,7 @@ from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.generation import record
 from draftkit.decoding.results import RoundResult
 from draftkit.decoding.state import Request
-from draftkit.decoding.streaming import Decode
+from draftkit.decoding.streaming import Detokenize
 from draftkit.evaluation.costs import measured_policy
 from draftkit.models.adapter import Adapter
 from draftkit.serving.answers import (
@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 class Engine:
     """Owns the decoder of `target`; see the module's docstring.
 
-    `decode` is the text of ids, special tokens left out. What comes before "The thread" may be
+    `detokenize` is the text of ids, special tokens left out. What comes before "The thread" may be
     called from any thread; `submit`, `cancel`, `counters` and `healthy` wait for no round.
     """
 
@@ -64,7 +64,7 @@ class Engine:
         target: Adapter,
         drafters: Drafters,
         *,
-        decode: Decode,
+        detokenize: Detokenize,
         eos_token_ids: Sequence[int] = (),
         serve: ServeConfig,
         decoding: DecodeConfig,
@@ -75,7 +75,7 @@ class Engine:
         self.slots = serve.slots
         self._serve = serve
         self._gamma = decoding.proposals
-        self._decode = decode
+        self._detokenize = detokenize
         if 0 < recorder.top_k < TOP_LOGPROBS:
             raise ValueError(
                 f"online.buffer.top_k must be 0 or at least {TOP_LOGPROBS}, got {recorder.top_k}: "
@@ -116,7 +116,7 @@ class Engine:
         answers = []
         for job, listener in zip(jobs, listeners, strict=True):
             seed = secrets.randbelow(SEEDS) if job.seed is None else job.seed % SEEDS
-            answers.append(Answer(job, listener, decode=self._decode, seed=seed))
+            answers.append(Answer(job, listener, detokenize=self._detokenize, seed=seed))
         with self._changed:
             if self.draining:
                 raise Draining("the server is stopping and takes no more requests")

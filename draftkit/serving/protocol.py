@@ -31,7 +31,7 @@ MOST_CHOICES = 16  # of a prompt
 COMPLETION_TOKENS = 16  # where a completion names no bound, as OpenAI's
 MOST_PROMPTS = 4096  # no longer list is looked through
 SHOWN = 60  # characters of a wrong value that an error message repeats
-_KINDS = {401: "authentication_error", 429: "rate_limit_error"}
+ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
 def encode(value: object) -> bytes:
@@ -64,8 +64,8 @@ class ApiError(HTTPException):
     @property
     def body(self) -> Json:
         other = "invalid_request_error" if self.status_code < 500 else "server_error"
-        kind = _KINDS.get(self.status_code, other)
-        error = {"message": self.detail, "type": kind, "param": self.param, "code": self.code}
+        name = ERROR_TYPES.get(self.status_code, other)
+        error = {"message": self.detail, "type": name, "param": self.param, "code": self.code}
         return {"error": error}
 
     @property

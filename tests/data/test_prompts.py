@@ -11,7 +11,7 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerFast as Fast
 
 from draftkit.config import DataConfig
-from draftkit.data.corpora import KINDS, Document, read_document, read_documents
+from draftkit.data.corpora import REASONS, Document, read_document, read_documents
 from draftkit.data.lengths import Room, reading_notes, shares_cut
 from draftkit.data.prompts import TOGETHER, Example, RowReader
 from draftkit.data.splits import SPLITS, Splits, make_splits
@@ -490,7 +490,7 @@ def test_bad_rows_are_left_out_counted_and_shown_where_they_stand(tmp_path: Path
         assert line.startswith(f"data.path {tmp_path / 'rows.jsonl'}, line {place}: {reason}")
         assert "\n" not in line
     assert splits.left_out[0].endswith(" (1 more like it)")
-    assert len(splits.left_out) == KINDS + 1  # the last is for all other reasons
+    assert len(splits.left_out) == REASONS + 1  # the last is for all other reasons
     with pytest.raises(ValueError, match=r", line 51: .*; so 8 of 128 rows cannot be used, more "):
         written(tmp_path / "rows.jsonl", lines, max_bad_rows=7 / 128)
     few = written(tmp_path / "rows.jsonl", lines, max_rows=50)  # the bad ones come later

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from draftkit.decoding.streaming import (
     REPLACEMENT,
     WINDOW,
-    Decode,
+    Detokenize,
     Stop,
     TextStream,
     final_text,
@@ -90,7 +90,7 @@ def pieces(stream: TextStream, rounds: Iterator[Sequence[int]]) -> list[str]:
     return [*(stream.push(ids) for ids in rounds), stream.flush()]
 
 
-def first_stop(ids: Sequence[int], stops: Sequence[str], decode: Decode) -> Stop | None:
+def first_stop(ids: Sequence[int], stops: Sequence[str], decode: Detokenize) -> Stop | None:
     """By definition: all the text after each token, the earliest of the longest in it."""
     for count in range(len(ids) + 1):
         text = final_text(list(ids[:count]), decode)
@@ -239,7 +239,7 @@ def test_an_empty_stop_string_is_refused() -> None:
 class Counting:
     """A decoder that remembers how many ids it was given at once."""
 
-    def __init__(self, decode: Decode) -> None:
+    def __init__(self, decode: Detokenize) -> None:
         self.decode = decode
         self.longest = 0
         self.total = 0

@@ -99,7 +99,7 @@ def test_a_round_is_read_as_it_was_decoded_whatever_it_proposed_accepted_and_end
                     assert step.emitted == tokens[:emitted]
                     assert step.committed == committed
                     assert (step.next_token is None) == (accepted == emitted)
-                    assert len(step.kinds) == emitted
+                    assert len(step.fates) == emitted
                     seen.add((step.next_token is None, accepted == gamma, committed < emitted))
     assert len(seen) == 8
 
@@ -120,8 +120,8 @@ def test_a_round_is_read_as_it_was_decoded_whatever_it_proposed_accepted_and_end
 )
 def test_what_a_limit_or_an_end_of_text_cuts_off_is_unused(step: TraceRound, kinds: str) -> None:
     shown = parts(step, [THE], decode)
-    assert " ".join(part.kind for part in shown) == kinds
-    committed = [i for part in shown if part.kind in ("accepted", "bonus") for i in part.ids]
+    assert " ".join(part.fate for part in shown) == kinds
+    committed = [i for part in shown if part.fate in ("accepted", "bonus") for i in part.ids]
     assert committed == step.emitted[: step.committed]
 
 
@@ -139,7 +139,7 @@ def test_tokens_that_were_not_committed_are_no_part_of_the_text() -> None:
     cut = TraceRound([CAT, smile[0], SAT], 3, ON, 2)
     trace = trace_of([THE], [cut, TraceRound(smile[1:], 3, IN, 4)])
     assert texts_of(trace)[1] == ["😀", " in"]
-    assert [(part.kind, part.text) for part in answer(trace, decode)] == [
+    assert [(part.fate, part.text) for part in answer(trace, decode)] == [
         ("accepted", " cat"),
         ("accepted", "😀"),
         ("bonus", " in"),

@@ -21,7 +21,7 @@ def estimate(low, high, documents=20):
 
 def decide(low, high, lossless=EXACT, break_even=0.7, rounds=0.9, **of):
     return verdict(
-        speedup=estimate(low, high, of.pop("documents", 20)),
+        gained=estimate(low, high, of.pop("documents", 20)),
         rounds=estimate(rounds, rounds),
         lossless=lossless,
         ceiling=0.95,

@@ -77,7 +77,7 @@ class FakeEngine:
         return ids
 
     def _run(self, number: int, job: Job, listener: Listener) -> None:
-        answer, done = Answer(job, listener, decode=decode, seed=0), 0
+        answer, done = Answer(job, listener, detokenize=decode, seed=0), 0
         said, completion = SAID_IDS[job.row :], answer.completion
         try:
             while True:

@@ -133,7 +133,7 @@ def serving(
     disk: Any = None,
     buffer: BufferConfig | None = None,
     eos: Sequence[int] = (),
-    decode: Callable[[list[int]], str] = bytes_text,
+    detokenize: Callable[[list[int]], str] = bytes_text,
     gamma: int = 3,
     verification: str = "speculative",
     started: bool = True,
@@ -149,7 +149,7 @@ def serving(
     engine = Engine(
         target,
         drafters,
-        decode=decode,
+        detokenize=detokenize,
         eos_token_ids=eos,
         serve=ServeConfig(**settings | serve),
         decoding=DecodeConfig(gamma=gamma, compile="false", verification=verification),

@@ -12,7 +12,7 @@ def pairs(ids: list[int]) -> str:
 
 def answer(*stops: str, ids: tuple[int, ...] = ()) -> Answer:
     request = job([1], stops=stops, stop_token_ids=ids)
-    return Answer(request, lambda _: None, decode=pairs, seed=0)
+    return Answer(request, lambda _: None, detokenize=pairs, seed=0)
 
 
 def take(made: Answer, ids: list[int], *, done: bool = False) -> Piece | None:
@@ -90,6 +90,6 @@ def test_a_completion_goes_on_from_its_prompt_and_a_chat_is_a_text_of_its_own(
     def words(ids: list[int]) -> str:
         return "".join(f" {token}" for token in ids).removeprefix(" ")
 
-    made = Answer(job([1, 2], continues=continues), print, decode=words, seed=0)
+    made = Answer(job([1, 2], continues=continues), print, detokenize=words, seed=0)
     pieces = [take(made, [3]), take(made, [4], done=True)]
     assert "".join(piece.text for piece in pieces if piece) == text

@@ -137,7 +137,7 @@ def test_a_stop_string_cuts_the_overrun_and_no_score_behind_it_was_sent(seed: in
     def pairs(ids: list[int]) -> str:
         return "".join(f"{token:02x}" for token in ids if token < 256)
 
-    with serving(slots=2, decode=pairs) as engine:
+    with serving(slots=2, detokenize=pairs) as engine:
         (whole,) = answers(engine, job(PROMPTS[1], 30, seed=seed, sampling=sampling))
         for first in range(8, 14):
             stop = whole.text[first : first + 5]

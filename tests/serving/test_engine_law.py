@@ -97,7 +97,7 @@ def engine_on(target: TabularAdapter, draft: TabularAdapter, **others: Any) -> I
     def make() -> TabularAdapter:
         return TabularAdapter(draft.table, draft.memory)
 
-    settings: dict[str, Any] = {"slots": 64, "queue": 256, "max_length": 16, "decode": letters}
+    settings: dict[str, Any] = {"slots": 64, "queue": 256, "max_length": 16, "detokenize": letters}
     with serving(target, make, **settings | others) as engine:
         yield engine
 

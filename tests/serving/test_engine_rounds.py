@@ -57,7 +57,7 @@ def test_counts_of_tokens_never_fall_and_end_as_what_was_told() -> None:
         return "".join(f"{token:03x}" for token in ids)
 
     def run(*stops: str) -> tuple[Client, list[int]]:
-        with serving(decode=triples, started=False) as engine:
+        with serving(detokenize=triples, started=False) as engine:
             (client,) = ask(engine, job(PROMPT, 30, seed=3, stops=stops))
             counts = [0]
             while not client.ended.is_set():

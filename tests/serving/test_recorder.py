@@ -38,7 +38,7 @@ K = 24
 
 def answered(number: int = 0, *, output_ids: Sequence[int] = (7, 9)) -> Answer:
     one = job([1, 2, number], conversation=f"talk {number}")
-    made = Answer(one, lambda _: None, decode=bytes_text, seed=number)
+    made = Answer(one, lambda _: None, detokenize=bytes_text, seed=number)
     made.completion.output_ids += output_ids
     made.completion.steps = [TraceRound([7, 8], 1, 9, 2)]
     made.version = "v1"
@@ -116,7 +116,7 @@ def test_a_record_of_a_stopped_answer_ends_where_the_answer_does() -> None:
     def pairs(ids: list[int]) -> str:
         return "".join(f"{token:02x}" for token in ids if token < 256)
 
-    with serving(disk=disk, decode=pairs) as engine:
+    with serving(disk=disk, detokenize=pairs) as engine:
         (whole,) = answers(engine, job(PROMPTS[1], 20, seed=1, sampling=sampling))
         stop = whole.text[9:14]
         (client,) = answers(

@@ -248,6 +248,7 @@ SERVE = Stage(
         TEXTS.where(lambda config: config.decode.proposer in COUNTING_NAMES),
     ),
 )
+CAPTURE = Stage(name="capture", inputs=(TARGET_MODEL, DRAFT_MODEL))
 ANCHORS = (
     GENERATE.where(lambda config: reads_anchors(config, "target")),
     CONTEXTS.where(lambda config: reads_anchors(config, "target")),

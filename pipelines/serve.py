@@ -13,6 +13,7 @@ import ipaddress
 import logging
 import os
 import signal
+import socket
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -93,6 +94,24 @@ def url_of(address: Sequence[Any]) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def listening_to(
+    config: Config, stack: ExitStack, *, port: int, name: str = "serve.port"
+) -> tuple[socket.socket, str | None]:
+    """A socket that listens at `serve.host` and the port `name` until `stack` ends, and the key.
+
+    Raises ValueError for an address that is open to others while there is no key.
+    """
+    host, key = config.serve.host, api_key()
+    listening = stack.enter_context(closing(listen(host, port, name)))
+    address = ipaddress.ip_address(listening.getsockname()[0].partition("%")[0])
+    if key is None and not address.is_loopback:
+        raise ValueError(
+            f"serve.host={host} is open to other machines and there is no key: set "
+            f"{KEY_VARIABLE}, or serve.host=127.0.0.1 behind a proxy that asks for one"
+        )
+    return listening, key
+
+
 def serve(config: Config) -> None:
     """Serve until told to stop. There is one server, so a sweep is refused."""
     if config.job:
@@ -102,16 +121,10 @@ def serve(config: Config) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
     if config.hardware.threads is not None:
         torch.set_num_threads(config.hardware.threads)
-    settings, key = config.serve, api_key()
+    settings = config.serve
     with ExitStack() as stack:
         # Before the models are loaded, lest that was in vain.
-        listening = stack.enter_context(closing(listen(settings.host, settings.port)))
-        address = listening.getsockname()
-        if key is None and not ipaddress.ip_address(address[0].partition("%")[0]).is_loopback:
-            raise ValueError(
-                f"serve.host={settings.host} is open to other machines and there is no key: set "
-                f"{KEY_VARIABLE}, or serve.host=127.0.0.1 behind a proxy that asks for one"
-            )
+        listening, key = listening_to(config, stack, port=settings.port)
         # Of two, each would overwrite how busy the other says it is, which the daemon goes by.
         stack.enter_context(locked(service_folder(config) / SERVER))
         check_pair(config)
@@ -155,7 +168,8 @@ def serve(config: Config) -> None:
         gc.freeze()  # libraries and models: to look through them stops every thread for 0.2 s
         for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again at its end
             signal.signal(number, lambda *_: setattr(server, "should_exit", True))
-        print(f"serve: {intake.model_name} answers at {url_of(address)}/v1", flush=True)
+        address = url_of(listening.getsockname())
+        print(f"serve: {intake.model_name} answers at {address}/v1", flush=True)
         server.run(sockets=[listening])
 
 

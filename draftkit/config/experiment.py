@@ -6,7 +6,7 @@ from typing import Any, get_origin
 
 from draftkit.config.choices import DTYPE_NAMES, Section, positive, require, setting
 from draftkit.config.measuring import DecodeConfig, EngineConfig, EvaluateConfig, ExportConfig
-from draftkit.config.service import OnlineConfig, ServeConfig
+from draftkit.config.service import CaptureConfig, OnlineConfig, ServeConfig
 from draftkit.config.text import (
     SAMPLING_FROM,
     DataConfig,
@@ -67,6 +67,7 @@ class Config(Section, key=""):
     export: ExportConfig = field(default_factory=ExportConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
+    capture: CaptureConfig = field(default_factory=CaptureConfig)
     online: OnlineConfig = field(default_factory=OnlineConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
 

@@ -127,6 +127,6 @@ class ExportConfig(Section, key="export"):
 
 @dataclass(kw_only=True)
 class EngineConfig(Section, key="engine"):
-    """A server of vLLM, SGLang or llama.cpp that runs with the drafter, and has no other client."""
+    """A server of vLLM, SGLang or llama.cpp that runs. `measure_engine` must be its only client."""
 
     url: str | None = setting(None, "its address, as http://127.0.0.1:8000")

@@ -25,6 +25,16 @@ class ServeConfig(Section, key="serve"):
 
 
 @dataclass(kw_only=True)
+class CaptureConfig(Section, key="capture"):
+    """A recording proxy before the engine at `engine.url`. It listens at `serve.host`."""
+
+    port: int = setting(8001, "0: any that is free, printed at the start", "[0, 65535]")
+    logs: str | None = setting(
+        None, "chats of the past, a file or a folder, that become records; then it ends"
+    )
+
+
+@dataclass(kw_only=True)
 class BufferConfig(Section, key="online.buffer"):
     """What of the traffic is kept, for how long, and how much of it."""
 

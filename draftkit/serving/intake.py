@@ -69,6 +69,12 @@ class Texts:
         with self._lock:
             return text_ids(self._tokenizer, [text], literal=self.start is not None)[0]
 
+    def answer(self, text: str, *, ends: bool) -> list[int]:
+        """The ids of an answer, with the end of text where it `ends`."""
+        with self._lock:
+            (ids,) = text_ids(self._tokenizer, [text], special=False, literal=True)
+        return ids + [self._tokenizer.eos_token_id] * ends
+
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The ids of a chat that awaits its answer.
 

@@ -1,7 +1,7 @@
 """From finished answers to the traffic buffer, on a thread of its own: serving never waits.
 
-Answers wait in a bounded queue and are written together; where the queue is full or the disk
-refuses, records are dropped and counted. Of requests whose owner opted out only counts are
+Answers wait in a bounded queue, become records and are written together; where the queue is full or
+the disk refuses, records are dropped and counted. Of requests whose owner opted out only counts are
 written, which hold no text. Whatever is recorded, what is in the buffer does not outlive its time:
 the same thread looks after it. Knows no models and no HTTP.
 """
@@ -12,7 +12,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
 from draftkit.config import BufferConfig
@@ -29,15 +29,19 @@ CLOSE_SECONDS = 10.0  # for what is still in the queue at the end
 log = logging.getLogger(__name__)
 
 
+Make = Callable[[], Sequence[Record]]
+
+
 class Recorder:
-    """Writes a `settings.fraction` of what `offer` is given; see the module's docstring."""
+    """Writes what `take` is given, and a `settings.fraction` of what is `offer`ed; see the module's
+    docstring."""
 
     def __init__(self, store: Buffer, settings: BufferConfig) -> None:
         self.top_k = settings.top_k
         self._refused = self._lost = 0  # by whoever offers, and by the thread that writes
         self._store = store
         self._fraction = settings.fraction
-        self._queue: queue.Queue[Answer] = queue.Queue(QUEUE)
+        self._queue: queue.Queue[tuple[str, Make]] = queue.Queue(QUEUE)
         self._written: dict[DrafterKey, Served] = {}
         self._failing = False
         self._stopping = threading.Event()
@@ -51,10 +55,14 @@ class Recorder:
     def offer(self, answer: Answer) -> None:
         """Take a finished answer, if its owner lets it and the fraction wants it; never waits."""
         is_wanted = answer.job.records and random.random() < self._fraction
-        if not is_wanted or not answer.completion.output_ids:
-            return
+        if is_wanted and answer.completion.output_ids:
+            scores = self.top_k > 0
+            self.take(answer.job.route, lambda: [record_of(answer, with_scores=scores)])
+
+    def take(self, route: str, make: Make) -> None:
+        """Take records of `route`, which `make` makes on the thread that writes; never waits."""
         try:
-            self._queue.put_nowait(answer)
+            self._queue.put_nowait((route, make))
         except queue.Full:
             self._refused += 1
 
@@ -93,8 +101,7 @@ class Recorder:
         batch = [self._queue.get_nowait() for _ in range(min(BATCH, self._queue.qsize()))]
 
         def append() -> None:
-            scores = self.top_k > 0
-            self._store.append([(a.job.route, record_of(a, with_scores=scores)) for a in batch])
+            self._store.append([(route, record) for route, make in batch for record in make()])
 
         if batch and not self._try(append):
             self._lost += len(batch)

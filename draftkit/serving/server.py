@@ -13,7 +13,7 @@ import ipaddress
 import logging
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import uvicorn
@@ -154,9 +154,7 @@ class Limits:
         Everybody is not the pages of other sites, to whose names a browser may be made to find
         this server's address: without a key `Host` must be an address, localhost, or `host`.
         """
-        self._app = app
-        self._hosts = ("", "localhost", host.lower())  # no header is no browser's
-        self._key = None if key is None else key.encode()
+        self._app, self._key, self._host = app, key, host
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -175,7 +173,7 @@ class Limits:
         headers = Headers(scope=scope)
         try:
             if scope["path"] not in OPEN_PATHS:
-                self._check_caller(headers)
+                check_caller(headers, key=self._key, host=self._host)
             # What a page of another site may send without asking is a body that is not JSON.
             kind = headers.get("content-type", "").partition(";")[0].strip().lower()
             if scope["method"] == "POST" and kind != "application/json":
@@ -188,40 +186,45 @@ class Limits:
             return await error.response(scope, receive, send)
         return await self._app(scope, counted, send)
 
-    def _check_caller(self, headers: Headers) -> None:
-        if self._key is not None:
-            kind, _, word = headers.get("authorization", "").partition(" ")
-            is_right = hmac.compare_digest(word.strip().encode("latin-1"), self._key)
-            if kind.lower() != "bearer" or not is_right:
-                raise ApiError(
-                    "the API key is missing or wrong: send Authorization: Bearer KEY",
-                    status=401,
-                    code="invalid_api_key",
-                    headers={"www-authenticate": "Bearer"},
-                )
-            return
-        given = headers.get("host", "")
-        host = given[1:].partition("]")[0] if given.startswith("[") else given.partition(":")[0]
-        host = host.lower().removesuffix(".")
-        try:
-            ipaddress.ip_address(host)
-        except ValueError:
-            if host not in self._hosts:
-                raise ApiError(
-                    f"Host {host[:SHOWN]!r} needs a key: set DRAFTKIT_API_KEY at the server and "
-                    "send it, or ask at an address or at serve.host",
-                    status=403,
-                    code="unknown_host",
-                ) from None
+
+def check_caller(headers: Headers, *, key: str | None, host: str) -> None:
+    """Raise ApiError unless the request has the `key`, or there is none and its `Host` is in order.
+
+    See `Limits`.
+    """
+    if key is not None:
+        kind, _, word = headers.get("authorization", "").partition(" ")
+        is_right = hmac.compare_digest(word.strip().encode("latin-1"), key.encode())
+        if kind.lower() != "bearer" or not is_right:
+            raise ApiError(
+                "the API key is missing or wrong: send Authorization: Bearer KEY",
+                status=401,
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+        return
+    given = headers.get("host", "")
+    name = given[1:].partition("]")[0] if given.startswith("[") else given.partition(":")[0]
+    name = name.lower().removesuffix(".")
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        if name not in ("", "localhost", host.lower()):  # no header is no browser's
+            raise ApiError(
+                f"Host {name[:SHOWN]!r} needs a key: set DRAFTKIT_API_KEY at the server and "
+                "send it, or ask at an address or at serve.host",
+                status=403,
+                code="unknown_host",
+            ) from None
 
 
 # The process
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes any that is free.
+def listen(host: str, port: int, name: str = "serve.port") -> socket.socket:
+    """A listening socket; port 0 takes any that is free. name: of the setting.
 
-    Raises ValueError naming serve.host and serve.port where it cannot listen there.
+    Raises ValueError naming serve.host and `name` where it cannot listen there.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -229,8 +232,8 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         reason = str(error.strerror).partition(" (")[0]  # without the address, which follows
         raise ValueError(
-            f"cannot listen on serve.host={host} serve.port={port} ({reason}): "
-            "stop what listens there, or give another (serve.port=0 takes any that is free)"
+            f"cannot listen on serve.host={host} {name}={port} ({reason}): "
+            f"stop what listens there, or give another ({name}=0 takes any that is free)"
         ) from error
     made.setblocking(False)
     return made
@@ -240,10 +243,15 @@ class Server(uvicorn.Server):
     """A server of `app`: `run(sockets=[...])` serves, until `should_exit` is set.
 
     Then it takes no more connections and lets answers end: `drain` is called on another thread, and
-    returns when no answer is being made any more.
+    returns when no answer is being made any more. `close` is awaited at the very end.
     """
 
-    def __init__(self, app: Any, drain: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        app: Any,
+        drain: Callable[[], object],
+        close: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         logging.getLogger("uvicorn.access").disabled = True  # whatever handlers a host program has
         config = uvicorn.Config(
             app,
@@ -259,9 +267,11 @@ class Server(uvicorn.Server):
             limit_concurrency=CONNECTIONS,
         )
         super().__init__(config)
-        self._drain = drain
+        self._drain, self._close = drain, close
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         draining = asyncio.create_task(asyncio.to_thread(self._drain))
         await super().shutdown(sockets)
         await draining
+        if self._close is not None:
+            await self._close()

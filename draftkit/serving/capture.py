@@ -1,0 +1,186 @@
+"""What a recording proxy asks an engine for beside a client's request, and what it keeps.
+
+Knows bodies and replies of OpenAI's API as parsed JSON, and no sockets. A request is recorded where
+every setting that it names is known and its answer has the law of temperature, top-k, top-p and
+repetition penalty: another penalty, a grammar or a bias gives texts of another law, by which no
+gate can judge. Ids come from the engine where it knows `return_token_ids` (vLLM), else from the
+tokenizer, which may cut a text otherwise than it was sampled.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from draftkit.config import SamplingConfig
+from draftkit.data.messages import read_messages
+from draftkit.data.rollouts import Record
+from draftkit.online.buffer import Served
+from draftkit.serving.intake import Texts, conversation_of
+
+ASKED = "return_token_ids"
+PROMPT_IDS, IDS = "prompt_token_ids", "token_ids"  # of a reply
+SAMPLER = "engine"  # also the version of its drafter, which it does not name
+LAW = ("temperature", "top_k", "top_p", "repetition_penalty")
+# What else a request may name: what leaves the law as it is, whatever it says, ...
+FREE = frozenset(
+    (
+        *("model", "messages", "prompt", "n", "max_tokens", "max_completion_tokens", "seed"),
+        *("stop", "stop_token_ids", "include_stop_str_in_output", "stream", "stream_options"),
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+        *("logprobs", "top_logprobs", "prompt_logprobs", "return_tokens_as_token_ids", ASKED),
+        *("tools", "parallel_tool_calls", "chat_template_kwargs", "reasoning_effort"),
+        *("documents", "skip_special_tokens", "spaces_between_special_tokens", "priority"),
+        *("request_id", "cache_salt", "cache_prompt", "timings_per_token", "id_slot"),
+    )
+)
+# ... and what does at these values; null always does.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens"), (0,)),
+    **dict.fromkeys(("ignore_eos", "echo", "use_beam_search", "continue_final_message"), (False,)),
+    **dict.fromkeys(("logit_bias", "bad_words", "allowed_token_ids"), ({}, [])),
+    **{"best_of": (1,), "tool_choice": ("auto", "none"), "response_format": ({"type": "text"},)},
+    **{"modalities": (["text"],), "typical_p": (1,), "suffix": ("",), "include_reasoning": (True,)},
+}
+
+
+def is_recordable(body: Any) -> bool:
+    """Whether the answers to `body` have the law that its record would say."""
+    if not isinstance(body, dict):
+        return False
+    for name, value in body.items():
+        if value is None or name in FREE:
+            continue
+        if name in LAW:
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                return False
+        elif not any(value == one for one in NEUTRAL.get(name, ())):
+            return False
+    return True
+
+
+def sampling_of(body: Mapping[str, Any], default: SamplingConfig) -> dict[str, float]:
+    """The law of the answers to `body` at an engine whose own settings are `default`."""
+    named = {name: body[name] for name in LAW if body.get(name) is not None}
+    law = {name: float(value) for name, value in (asdict(default) | named).items() if name in LAW}
+    return law | {"top_k": max(0.0, law["top_k"])}  # -1 cuts nothing either
+
+
+@dataclass
+class Choice:
+    """One answer as far as it has come."""
+
+    prompt_ids: list[int] = field(default_factory=list)
+    output_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    has_more: bool = False  # than text: reasoning or calls, whose tokens the text does not tell
+    finish: str | None = None
+
+
+class Exchange:
+    """One request that may be recorded, and its reply, whole or event by event.
+
+    body: what the engine is sent. has_ids: whether the engine tells the ids of what it reads and
+    writes, for which it is asked here.
+    """
+
+    def __init__(self, body: dict[str, Any], *, has_ids: bool) -> None:
+        self._asks = has_ids and not body.get(ASKED)
+        self.body = {**body, ASKED: True} if self._asks else body
+        self._has_ids = has_ids
+        self._choices: dict[int, Choice] = {}
+        self.speculation: Served | None = None
+
+    def take(self, part: Any) -> bool:
+        """Take in a reply, or an event of one, and blank in it what was asked for here.
+
+        False for an event that the engine sent for that alone.
+        """
+        if not isinstance(part, dict):
+            return True
+        is_visible = not self._asks
+        shared = part.get(PROMPT_IDS)  # of a chat
+        for one in part.get("choices") or ():
+            choice = self._choices.setdefault(one.get("index", 0), Choice())
+            message = one.get("message") or one.get("delta") or {"content": one.get("text")}
+            choice.text += message.get("content") or ""
+            others = (message[key] for key in message.keys() - {"role", "content"})
+            choice.has_more |= any(others)
+            choice.prompt_ids = shared or one.get(PROMPT_IDS) or choice.prompt_ids
+            choice.output_ids += one.get(IDS) or ()
+            choice.finish = one.get("finish_reason") or choice.finish
+            ends = one.get("finish_reason") or one.get("logprobs")
+            is_visible |= one.get("delta") != {} or bool(ends)
+            self._blank(one)
+        self._blank(part)
+        self._speculated(part)
+        return is_visible or not part.get("choices")
+
+    def _blank(self, part: dict[str, Any]) -> None:
+        """Say of ids what the engine says that was not asked for them: null."""
+        if self._asks:
+            part |= {name: None for name in (PROMPT_IDS, IDS) if name in part}
+
+    def _speculated(self, part: Mapping[str, Any]) -> None:
+        """The acceptance of the request, where vLLM reports it
+        (--per-request-spec-decode-metrics)."""
+        counts = (part.get("metrics") or {}).get("speculative_decoding")
+        if not counts:
+            return
+        accepted, steps = counts["num_accepted_draft_tokens"], counts["num_spec_steps"]
+        most, histogram = counts["num_spec_tokens"], counts["acceptance_histogram"]
+        refused = sum(histogram[:most])
+        self.speculation = Served(
+            route="",
+            version=SAMPLER,
+            rounds=steps,
+            drafted=counts["num_draft_tokens"],
+            accepted=accepted,
+            tested=accepted + refused,
+            acceptance=float(accepted),
+        )
+
+    def answers(self) -> list[tuple[int, Choice]]:
+        """The answers that have ended, by their number."""
+        return [(index, one) for index, one in sorted(self._choices.items()) if one.finish]
+
+    def records(self, texts: Texts, default: SamplingConfig) -> list[Record]:
+        """Records of the answers that have ended; none of one whose ids are not known."""
+        messages = self.body.get("messages")
+        document = "" if messages is None else conversation_of(read_messages(messages))
+        made = []
+        for index, choice in self.answers():
+            if not self._has_ids:
+                choice = self._tokenised(choice, index, texts)
+            known = [*choice.prompt_ids, *choice.output_ids]
+            if not choice.prompt_ids or not choice.output_ids or max(known) >= texts.vocab_size:
+                continue
+            made.append(
+                Record(
+                    prompt_ids=choice.prompt_ids,
+                    output_ids=choice.output_ids,
+                    sampler=SAMPLER,
+                    sampler_version="",
+                    sampling=sampling_of(self.body, default),
+                    seed=int(self.body.get("seed") or 0),
+                    row=index,
+                    document=document,
+                )
+            )
+        return made
+
+    def _tokenised(self, choice: Choice, index: int, texts: Texts) -> Choice:
+        """`choice` with the ids of its texts; without any where text does not tell them."""
+        if choice.has_more or not choice.text or self.body.get("tools"):
+            return Choice()
+        if (messages := self.body.get("messages")) is not None:
+            prompt = texts.chat(read_messages(messages))
+        else:
+            prompt = prompt_of(self.body.get("prompt"), index // int(self.body.get("n") or 1))
+            prompt = texts.encode(prompt) if isinstance(prompt, str) else prompt
+        return Choice(prompt, texts.answer(choice.text, ends=choice.finish == "stop"))
+
+
+def prompt_of(given: Any, number: int) -> Any:
+    """A prompt, text or ids, of those that a completion may have."""
+    many = isinstance(given, list) and not all(isinstance(one, int) for one in given)
+    return given[number] if many else given

@@ -1,0 +1,145 @@
+"""`python -m pipelines.capture engine.url=http://127.0.0.1:8000`: a recording proxy.
+
+Clients ask it in place of the engine (vLLM, SGLang, llama.cpp, any server of OpenAI's API), and see
+no difference. What they are answered becomes records of the experiment's service folder, from which
+`pipelines.online` refits the drafter. With `capture.logs=FILE` chats of the past become records,
+without an engine. SIGTERM and Ctrl-C end it: what was answered is written first. It listens as
+`pipelines.serve` does: at an address that is not loopback by the key of DRAFTKIT_API_KEY alone.
+"""
+
+import logging
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import asdict, replace
+from itertools import islice
+
+from draftkit.artifacts import locked
+from draftkit.config import DEFAULT_ROUTE, Config
+from draftkit.data.prompts import Example
+from draftkit.data.rollouts import Record
+from draftkit.data.splits import read_splits
+from draftkit.endpoint import COMPLETIONS, OTHERWISE, Endpoint
+from draftkit.models.files import ModelFolder
+from draftkit.models.vocabulary import count_ids
+from draftkit.online.buffer import Buffer
+from draftkit.serving.capture import ASKED, IDS, PROMPT_IDS
+from draftkit.serving.intake import Texts
+from draftkit.serving.proxy import Proxy
+from draftkit.serving.recorder import BATCH, Recorder
+from draftkit.serving.server import Server
+
+from .command import run_command
+from .plan import CAPTURE, TEXTS
+from .product import plan
+from .serve import listening_to, url_of
+from .service import SERVER, buffer_of, checksums_of, service_folder
+from .stage import ensure, inputs_of, show_plan
+
+PROBE = "Three words: one, two, three."  # whose ids tell one vocabulary from another
+
+
+def knows_ids(endpoint: Endpoint, texts: Texts) -> bool:
+    """Whether the engine tells the ids of what it reads and writes.
+
+    Raises ValueError naming `engine.url` for one that reads a text by other ids than `target.path`.
+    """
+    body = {"model": endpoint.model()["id"], "prompt": PROBE, "max_tokens": 1, ASKED: True}
+    try:
+        choice = endpoint.ask(COMPLETIONS, body).json()["choices"][0]
+    except OTHERWISE as error:
+        raise endpoint.failure("answers no completion") from error
+    read, expected = choice.get(PROMPT_IDS), texts.encode(PROBE)
+    if read and read != expected:
+        raise endpoint.failure(
+            f"reads {PROBE!r} as {read}, and the tokenizer of target.path as {expected}: name the "
+            "model that it serves by target.path"
+        )
+    return bool(read and choice.get(IDS))
+
+
+def read_logs(config: Config, buffer: Buffer) -> int:
+    """Store the answers of `capture.logs`, the oldest of each part first; how many there were."""
+    data = replace(config.data, name="local", path=config.capture.logs)
+    splits = read_splits(ensure(TEXTS, replace(config, data=data, overwrite=False)))
+    examples: Iterator[Example] = (
+        one
+        for part in (splits.train, splits.validation, splits.test)
+        for one in part
+        if one.has_completion
+    )
+    law = {name: float(value) for name, value in asdict(config.sampling).items()}
+    count = 0
+    while lot := list(islice(examples, BATCH)):
+        records = [
+            Record(
+                prompt_ids=one.prompt_ids,
+                output_ids=one.token_ids[len(one.prompt_ids) :],
+                sampler="logs",
+                sampler_version="",
+                sampling=law,
+                seed=0,
+                row=count + row,
+                document=one.document,
+                domain=one.domain,
+            )
+            for row, one in enumerate(lot)
+        ]
+        buffer.append([(DEFAULT_ROUTE, record) for record in records])
+        count += len(lot)
+    return count
+
+
+def capture(config: Config) -> None:
+    """Record until told to stop, or what the logs hold."""
+    if config.job:
+        raise ValueError("a proxy cannot be swept: start one for each setting, without -m")
+    if config.plan:
+        return show_plan("capture", plan(CAPTURE, config).made())
+    url, logs = config.engine.url, config.capture.logs
+    if url is None and logs is None:
+        raise ValueError("engine.url: name the engine that runs, as http://127.0.0.1:8000")
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
+    with ExitStack() as stack:
+        # Of two, each would overwrite how busy the other says it is, which the daemon goes by.
+        stack.enter_context(locked(service_folder(config) / SERVER))
+        made = inputs_of(CAPTURE, config)
+        buffer = stack.enter_context(closing(buffer_of(config, checksums_of(config, made))))
+        if logs is not None:
+            print(f"capture: {read_logs(config, buffer):,} answers of {logs} are records now")
+            return None
+        assert url is not None
+        listening, key = listening_to(config, stack, port=config.capture.port, name="capture.port")
+        target = ModelFolder(made.model(config, "target"))
+        texts = Texts(target.tokenizer, count_ids(target.tokenizer), config.data)
+        with Endpoint("engine.url", url) as endpoint:
+            has_ids = knows_ids(endpoint, texts)
+        settings = config.online.buffer
+        recorder = Recorder(buffer, settings)
+        proxy = Proxy(
+            endpoint.url,
+            recorder,
+            texts,
+            has_ids=has_ids,
+            default=config.sampling,
+            routes=config.online.routes,
+            fraction=settings.fraction,
+            key=key,
+            host=config.serve.host,
+        )
+        if not has_ids:
+            print("capture: the engine tells no ids: texts are tokenised here, which may cut them")
+            print("capture: otherwise than they were sampled", flush=True)
+        server = Server(proxy, drain=lambda: None, close=proxy.close)
+        recorder.start(proxy.counters)
+        stack.callback(recorder.stop)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: setattr(server, "should_exit", True))
+        address = url_of(listening.getsockname())
+        print(f"capture: {endpoint.url} is recorded at {address}/v1", flush=True)
+        server.run(sockets=[listening])
+    return None
+
+
+if __name__ == "__main__":
+    run_command("capture", capture)

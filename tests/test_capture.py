@@ -1,0 +1,114 @@
+"""The command that records before an engine: its folder, its end, and the logs that it reads."""
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from draftkit.models.loading import save_model
+from pipelines.capture import capture
+from pipelines.configuration import compose_config
+from pipelines.service import service_folder
+from tests import tiny
+from tests.launching import Forked
+from tests.online.traffic import stored
+from tests.services import buffer_of
+from tests.serving.fakes import TOKENIZER, ask, chat_tokenizer
+from tests.serving.test_proxy import CHAT, COMPLETION, PROMPT_IDS, Stub, running
+from tests.tiny import byte_tokenizer
+
+GONE = "engine.url=http://127.0.0.1:9"  # a port at which nobody listens
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A pair on disk, as the overrides that name it."""
+    folder = tmp_path_factory.mktemp("pair")
+    target = tiny.model()
+    save_model(target, chat_tokenizer(), folder / "target")
+    save_model(tiny.related(target), byte_tokenizer(), folder / "draft")
+    return [f"target.path={folder / 'target'}", f"draft.path={folder / 'draft'}"]
+
+
+@pytest.fixture
+def engine() -> Iterator[str]:
+    """An engine that tells no ids, so that none of its prompts is wrong."""
+    with running(Stub(knows_ids=False).app) as address:
+        yield f"http://{address}/v1"
+
+
+def words(pair: list[str], root: Path, *more: str) -> list[str]:
+    return [*pair, f"root={root}", "name=served", "capture.port=0", *more]
+
+
+def test_a_proxy_from_start_to_end(pair: list[str], tmp_path: Path, engine: str) -> None:
+    """Passes on, records, and on SIGTERM writes what was answered."""
+    arguments = words(pair, tmp_path, f"engine.url={engine}")
+    with Forked("pipelines.capture", *arguments) as process:
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if " is recorded at " in line:
+                break
+        address = lines[-1].rpartition("http://")[2].removesuffix("/v1\n")
+        assert "tells no ids" in "".join(lines)
+        assert ask(address, "/v1/completions", COMPLETION).status == 200
+        assert ask(address, "/v1/chat/completions", {**CHAT, "stream": True}).status == 200
+        with pytest.raises(ValueError, match="service/server"):
+            capture(compose_config(arguments))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == 0
+    config = compose_config(arguments)
+    assert len(stored(buffer_of(config))) == 3
+    assert (service_folder(config) / "buffer.sqlite").stat().st_mode & 0o077 == 0
+
+
+def test_chats_of_the_past_become_records(pair: list[str], tmp_path: Path) -> None:
+    chats = [
+        [
+            {"role": "user", "content": f"Question {number}?"},
+            {"role": "assistant", "content": "First."},
+            {"role": "user", "content": "And?"},
+            {"role": "assistant", "content": "Second."},
+        ]
+        for number in range(12)
+    ]
+    logs = tmp_path / "logs.jsonl"
+    logs.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    arguments = words(pair, tmp_path, f"capture.logs={logs}", "sampling.temperature=0.5")
+    capture(compose_config(arguments))
+    records = stored(buffer_of(compose_config(arguments)))
+    assert len(records) == 24
+    assert len({one.document for one in records}) == 12
+    said = {TOKENIZER.decode(one.output_ids, skip_special_tokens=True).strip() for one in records}
+    assert said == {"First.", "Second."}
+    assert {one.sampling["temperature"] for one in records} == {0.5}
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        ([], r"^engine\.url: name the engine that runs"),
+        ([GONE], r"^engine\.url: http://127\.0\.0\.1:9 does not answer"),
+        (
+            [GONE, "serve.host=0.0.0.0"],
+            r"^serve\.host=0\.0\.0\.0 is open",
+        ),
+        (["capture.logs=no/such.jsonl"], r"no/such\.jsonl"),
+    ],
+)
+def test_what_cannot_be_recorded_is_said_in_one_line(
+    pair: list[str], tmp_path: Path, more: list[str], line: str
+) -> None:
+    with pytest.raises(ValueError, match=line) as error:
+        capture(compose_config(words(pair, tmp_path, *more)))
+    assert "\n" not in str(error.value)
+
+
+def test_an_engine_of_another_model_is_refused(pair: list[str], tmp_path: Path) -> None:
+    with running(Stub().app) as address:
+        config = compose_config(words(pair, tmp_path, f"engine.url=http://{address}"))
+        with pytest.raises(ValueError, match=rf"reads .* as \{PROMPT_IDS}, and the tokenizer"):
+            capture(config)

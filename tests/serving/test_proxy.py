@@ -359,15 +359,15 @@ def test_who_leaves_is_told_to_the_engine_and_blocks_nobody(tmp_path: Path) -> N
     )
     with capturing(tmp_path) as capture:
         host, port = capture.address.split(":")
-        clients = [socket.create_connection((host, int(port))) for _ in range(16)]
+        clients = [socket.create_connection((host, int(port))) for _ in range(64)]
         for client in clients:
             client.sendall(head.encode() + body)
-        assert wait_for(lambda: capture.stub.waiting == 16)
+        assert wait_for(lambda: capture.stub.waiting == 64)
         assert ask(capture.address, "/v1/completions", COMPLETION).status == 200
         for client in clients:
             client.close()
         assert wait_for(lambda: capture.stub.waiting == 0)
-        assert wait_for(lambda: capture.outcomes().get("unfinished") == 16)
+        assert wait_for(lambda: capture.outcomes().get("unfinished") == 64)
         assert len(capture.records(2)) == 2
 
 

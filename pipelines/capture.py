@@ -26,14 +26,14 @@ from draftkit.online.buffer import Buffer
 from draftkit.serving.capture import ASKED, IDS, PROMPT_IDS
 from draftkit.serving.intake import Texts
 from draftkit.serving.proxy import Proxy
-from draftkit.serving.recorder import BATCH, Recorder
+from draftkit.serving.recorder import BATCH
 from draftkit.serving.server import Server
 
 from .command import run_command
 from .plan import CAPTURE, TEXTS
 from .product import plan
 from .serve import listening_to, url_of
-from .service import SERVER, buffer_of, checksums_of, service_folder
+from .service import SERVER, buffer_of, checksums_of, recorder_of, service_folder
 from .stage import ensure, inputs_of, show_plan
 
 PROBE = "Three words: one, two, three."  # whose ids tell one vocabulary from another
@@ -114,8 +114,7 @@ def capture(config: Config) -> None:
         texts = Texts(target.tokenizer, count_ids(target.tokenizer), config.data)
         with Endpoint("engine.url", url) as endpoint:
             has_ids = knows_ids(endpoint, texts)
-        settings = config.online.buffer
-        recorder = Recorder(buffer, settings)
+        recorder = recorder_of(config, buffer)
         proxy = Proxy(
             endpoint.url,
             recorder,
@@ -123,7 +122,7 @@ def capture(config: Config) -> None:
             has_ids=has_ids,
             default=config.sampling,
             routes=config.online.routes,
-            fraction=settings.fraction,
+            fraction=config.online.buffer.fraction,
             key=key,
             host=config.serve.host,
         )

@@ -32,7 +32,6 @@ from draftkit.models.loading import Target, load_draft, load_target
 from draftkit.serving.drafters import Drafters, Route
 from draftkit.serving.engine import Engine
 from draftkit.serving.intake import Intake, Texts
-from draftkit.serving.recorder import Recorder
 from draftkit.serving.server import DRAIN_SECONDS, Server, listen, make_app
 
 from .command import run_command
@@ -45,6 +44,7 @@ from .service import (
     buffer_of,
     checksums_of,
     clear_service,
+    recorder_of,
     seeded_registry,
     service_folder,
 )
@@ -145,7 +145,7 @@ def serve(config: Config) -> None:
             eos_token_ids=target.eos_token_ids,
             serve=settings,
             decoding=replace(config.decode, gamma=config.proposals),
-            recorder=Recorder(buffer, config.online.buffer),
+            recorder=recorder_of(config, buffer),
         )
         intake = Intake(
             texts=Texts(

@@ -19,6 +19,8 @@ from draftkit.models.files import ModelFolder
 from draftkit.models.loading import Outline, load_draft, save_draft
 from draftkit.online.buffer import Buffer
 from draftkit.online.registry import Registry
+from draftkit.online.sink import Sink
+from draftkit.serving.recorder import Recorder
 from draftkit.tracking import FILE_NAME
 
 from .product import SUMMARY
@@ -51,6 +53,12 @@ def buffer_of(config: Config, fingerprints: Mapping[str, str]) -> Buffer:
         gate_fraction=config.online.gate.fraction,
         fingerprints={**fingerprints, "online.buffer.top_k": str(settings.top_k)},
     )
+
+
+def recorder_of(config: Config, buffer: Buffer) -> Recorder:
+    """What writes to `buffer`, and to the address of `online.sink`, where there is one."""
+    address = config.online.sink
+    return Recorder(buffer, config.online.buffer, None if address is None else Sink(address))
 
 
 def checksums_of(config: Config, made: StageFolder) -> dict[str, str]:

@@ -5,14 +5,21 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
+from draftkit.data.corpora import parts_at
+from draftkit.data.splits import read_splits
 from draftkit.models.loading import save_model
+from draftkit.online.sink import Sink
 from pipelines.capture import capture
 from pipelines.configuration import compose_config
+from pipelines.plan import TEXTS
 from pipelines.service import service_folder
+from pipelines.stage import ensure
 from tests import tiny
 from tests.launching import Forked
+from tests.online.test_sink import entry
 from tests.online.traffic import stored
 from tests.services import buffer_of
 from tests.serving.fakes import TOKENIZER, ask, chat_tokenizer
@@ -45,7 +52,8 @@ def words(pair: list[str], root: Path, *more: str) -> list[str]:
 
 def test_a_proxy_from_start_to_end(pair: list[str], tmp_path: Path, engine: str) -> None:
     """Passes on, records, and on SIGTERM writes what was answered."""
-    arguments = words(pair, tmp_path, f"engine.url={engine}")
+    sink = f"file://{tmp_path}/sink"
+    arguments = words(pair, tmp_path, f"engine.url={engine}", f"online.sink={sink}")
     with Forked("pipelines.capture", *arguments) as process:
         lines = []
         for line in process.stdout:
@@ -61,8 +69,31 @@ def test_a_proxy_from_start_to_end(pair: list[str], tmp_path: Path, engine: str)
         process.send_signal(signal.SIGTERM)
         assert process.wait() == 0
     config = compose_config(arguments)
-    assert len(stored(buffer_of(config))) == 3
+    kept = stored(buffer_of(config))
+    assert len(kept) == 3
+    files, (part,) = parts_at(sink)
+    copied = pq.read_table(part, filesystem=files).to_pylist()
+    ids = sorted((one.prompt_ids, one.output_ids) for one in kept)
+    assert sorted((row["prompt_ids"], row["output_ids"]) for row in copied) == ids
     assert (service_folder(config) / "buffer.sqlite").stat().st_mode & 0o077 == 0
+
+
+def test_the_parts_of_a_fleet_are_what_a_stage_reads(pair: list[str], tmp_path: Path) -> None:
+    """A new part is new data."""
+    address = f"file://{tmp_path}/sink"
+    config = compose_config(words(pair, tmp_path, "data=local", f"data.path={address}"))
+    counts = []
+    for first in (0, 12):
+        sink = Sink(address)
+        sink.offer([entry(number) for number in range(first, first + 12)])
+        sink.close()
+        splits = read_splits(ensure(TEXTS, config))
+        counts.append(len(splits.train) + len(splits.validation) + len(splits.test))
+    assert counts == [12, 24]
+    with pytest.raises(ValueError, match=r"^data\.path memory://nothing is empty"):
+        ensure(
+            TEXTS, compose_config(words(pair, tmp_path, "data=local", "data.path=memory://nothing"))
+        )
 
 
 def test_chats_of_the_past_become_records(pair: list[str], tmp_path: Path) -> None:

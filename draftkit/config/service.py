@@ -83,6 +83,9 @@ class OnlineConfig(Section, key="online"):
     anchor_fraction: float = setting(
         0.25, "share of rows that are of `data`; half are recent, others older", "[0, 0.5]"
     )
+    sink: str | None = setting(
+        None, "address that gets a copy of every record, for trainers elsewhere (s3://, file://)"
+    )
     most_updates: int | None = positive(None, "updates after which it ends; null: none")
     buffer: BufferConfig = field(default_factory=BufferConfig)
     gate: GateConfig = field(default_factory=GateConfig)

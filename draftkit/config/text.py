@@ -189,7 +189,9 @@ class DataConfig(Section, key="data"):
     name: str = choice(
         "local", "what `path` names", local=f"a file, {CORPUS} or {QUESTIONS}", hub="a data set"
     )
-    path: str | None = setting(CORPUS, "the file (JSONL, Parquet, text) or data set")
+    path: str | None = setting(
+        CORPUS, "the file (JSONL, Parquet, text), the address of parts (s3://...), or the data set"
+    )
     subset: str | None = setting(None, "of a data set on the hub: its configuration")
     split: str = setting("train", "of a data set on the hub: the split that is read")
     domains: list[str] = setting(
@@ -228,6 +230,11 @@ class DataConfig(Section, key="data"):
         if self.is_packaged:
             return Path(__file__).parents[1] / "data" / f"{Path(str(self.path)).name}.parquet"
         return Path(str(self.path))
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether `path` is the address of a folder of parts, as `online.sink` writes them."""
+        return self.name == "local" and "://" in str(self.path)
 
     @property
     def is_packaged(self) -> bool:

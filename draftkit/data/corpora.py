@@ -13,6 +13,7 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -113,6 +114,8 @@ def read_documents(data: DataConfig) -> Iterator[Document]:
     """
     if data.name == "hub":
         rows = _hub_rows(data)
+    elif data.is_remote:
+        rows = _part_rows(str(data.path))
     else:
         path, known = data.file, ", ".join(READERS)
         if path.is_dir():
@@ -174,9 +177,10 @@ def _json_rows(path: Path) -> Rows:
             yield f"line {number}", row
 
 
-def _parquet_rows(path: Path) -> Rows:
+def _parquet_rows(path: Path, content: Any = None) -> Rows:
+    """The rows of the file at `path`, or of its open `content`."""
     try:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(path if content is None else content) as file:
             batches = file.iter_batches(batch_size=1024)
             rows = (batch.slice(at, 1) for batch in batches for at in range(batch.num_rows))
             for number, row in enumerate(rows, start=1):
@@ -188,6 +192,29 @@ def _parquet_rows(path: Path) -> Rows:
     except (OSError, pa.ArrowException) as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise ValueError(f"data.path {path}: not readable ({reason})") from error
+
+
+def parts_at(address: str) -> tuple[Any, list[str]]:
+    """The file system of `address`, and the Parquet files in and below it, in order.
+
+    Raises ValueError naming `data.path` for an address that cannot be read.
+    """
+    try:
+        files, folder = fsspec.url_to_fs(address)
+        return files, sorted(files.glob(f"{folder.rstrip('/')}/**/*.parquet"))
+    except Exception as error:  # of whatever library the address needs, or lacks
+        raise ValueError(
+            f"data.path {address}: not readable ({first_line(error)}): correct it, and install "
+            "what such an address needs"
+        ) from error
+
+
+def _part_rows(address: str) -> Rows:
+    files, parts = parts_at(address)
+    for part in parts:
+        with files.open(part, "rb") as content:
+            for origin, row in _parquet_rows(Path(part), content):
+                yield f"{Path(part).name}, {origin}", row
 
 
 def _without_filled(value: Any, inside: bool = False) -> Any:

@@ -24,7 +24,7 @@ from draftkit.config import DataConfig
 from draftkit.data.chats import ChatFormat, TemplateRefusal, answers, chat_format, text_ids
 from draftkit.data.corpora import BadRow, BadRows, Document, reason_of
 from draftkit.data.lengths import UNCUT, Lengths
-from draftkit.data.rows import name_of
+from draftkit.data.rows import IDS, name_of
 
 SHORT_WINDOW = 8  # tokens after the prompt below which the rest of a text is not worth a row
 TOGETHER = 256  # documents whose texts are tokenised at once
@@ -103,7 +103,7 @@ class RowReader:
                 try:
                     if document.fault:
                         raise BadRow(document.fault)
-                    if self._start is not None and "prompt" not in document.row:
+                    if self._start is not None and not {"prompt", IDS[0]} & document.row.keys():
                         raise BadRow(
                             f"it holds `{next(iter(document.row))}`, and the target is an "
                             "encoder-decoder: give rows of `prompt`, which its encoder reads, and "
@@ -150,13 +150,20 @@ class RowReader:
         chat whose last turn is too long is dropped: a template cut open is no prompt that any
         server sees.
         """
-        row, chat, most = document.row, self._chat_of(document.row), self._lengths
+        row, most = document.row, self._lengths
+        chat = None if IDS[0] in row else self._chat_of(row)
         reads = chat is not None or self._start is not None  # no text names what begins an answer
         literal = reads or self._literal or self._data.chat_template != "never"
         texts = [chat or row, row.get("tools")]
-        self.counts["rows_naming_special"] += literal and self._format.names_special(texts)
+        is_record = IDS[0] in row
+        names_special = literal and not is_record and self._format.names_special(texts)
+        self.counts["rows_naming_special"] += names_special
         pieces: Iterable[Piece]
-        if chat is not None:
+        if is_record:
+            if max(max(row[name]) for name in IDS) >= len(self._tokenizer):
+                raise BadRow("its ids are of another vocabulary than target.path's")
+            pieces = [(row[IDS[0]], row[IDS[1]], False)]
+        elif chat is not None:
             pieces = self._of_chat(chat, row)
         else:  # prompt and completion are tokenised apart
             (ids,) = text_ids(self._tokenizer, [row["prompt"]], literal=literal)

@@ -1,7 +1,8 @@
 """A row of a file or data set, as people have it, in one of three forms.
 
 `messages` (+ `tools`), `prompt` (+ `completion`), or `text`: one table says which columns may hold
-them. Rows that ask the same have the same name. This module does not know where rows come from.
+them. A record of served traffic is a fourth: the ids of a prompt and of its answer. Rows that ask
+the same have the same name. This module does not know where rows come from.
 """
 
 import hashlib
@@ -21,6 +22,7 @@ ANSWERS = {
     "question": ("answer", "response"),
 }
 COLUMNS = ("messages", "prompt", "text", *CHATS[1:], *[*ANSWERS][1:])
+IDS = ("prompt_ids", "output_ids")  # of a record
 MORE = {"instruction": ("input", "context"), "question": ("context",)}
 TURNS = ({"role", "content"}, {"from", "value"})  # keys by which JSON text is a chat
 
@@ -32,6 +34,8 @@ def row_form(row: dict[str, Any], data: DataConfig) -> dict[str, Any]:
     """
     there = f"columns found: {', '.join(map(str, row))}"
     filled = {name: value for name, value in row.items() if value is not None}
+    if all(isinstance(filled.get(name), list) and filled[name] for name in IDS):
+        return {name: filled[name] for name in (*IDS, "document") if name in filled}
     columns, answers, more = COLUMNS, ANSWERS, MORE
     named = {"prompt_column": data.prompt_column, "completion_column": data.completion_column}
     if any(name is not None for name in named.values()):
@@ -115,6 +119,8 @@ def question_id(form: dict[str, Any]) -> str:
     the prompt, `data.prompts` looks at. White space makes no difference.
     """
     question: Any = form.get("text", form.get("prompt"))
+    if IDS[0] in form:  # all turns of a conversation are one document
+        question = form.get("document") or form[IDS[0]]
     if "messages" in form:
         turns = [turn for turn in form["messages"] if turn["role"] not in ("system", "developer")]
         roles = [turn["role"] for turn in turns]

@@ -18,6 +18,7 @@ from dataclasses import asdict, replace
 from draftkit.config import BufferConfig
 from draftkit.data.rollouts import Record
 from draftkit.online.buffer import COUNTS, Buffer, Served
+from draftkit.online.sink import Sink
 from draftkit.serving.answers import Answer, Counters, DrafterKey
 
 QUEUE = 1024  # records that wait to be written; more are dropped
@@ -36,10 +37,10 @@ class Recorder:
     """Writes what `take` is given, and a `settings.fraction` of what is `offer`ed; see the module's
     docstring."""
 
-    def __init__(self, store: Buffer, settings: BufferConfig) -> None:
+    def __init__(self, store: Buffer, settings: BufferConfig, sink: Sink | None = None) -> None:
         self.top_k = settings.top_k
         self._refused = self._lost = 0  # by whoever offers, and by the thread that writes
-        self._store = store
+        self._store, self._sink = store, sink
         self._fraction = settings.fraction
         self._queue: queue.Queue[tuple[str, Make]] = queue.Queue(QUEUE)
         self._written: dict[DrafterKey, Served] = {}
@@ -50,7 +51,7 @@ class Recorder:
     @property
     def dropped(self) -> int:
         """Records that should have been written."""
-        return self._refused + self._lost
+        return self._refused + self._lost + (self._sink.dropped if self._sink else 0)
 
     def offer(self, answer: Answer) -> None:
         """Take a finished answer, if its owner lets it and the fraction wants it; never waits."""
@@ -77,6 +78,8 @@ class Recorder:
         self._stopping.set()
         if self._thread is not None:
             self._thread.join()
+        if self._sink is not None:
+            self._sink.close()
 
     def _run(self) -> None:
         counted = maintained = -math.inf
@@ -100,11 +103,16 @@ class Recorder:
         """Write the next answers of the queue, if there are any."""
         batch = [self._queue.get_nowait() for _ in range(min(BATCH, self._queue.qsize()))]
 
+        entries = list[tuple[str, Record]]()
+
         def append() -> None:
-            self._store.append([(route, record) for route, make in batch for record in make()])
+            entries.extend((route, record) for route, make in batch for record in make())
+            self._store.append(entries)
 
         if batch and not self._try(append):
-            self._lost += len(batch)
+            self._lost += len(entries) or len(batch)
+        if self._sink is not None:
+            self._sink.offer(entries)
 
     def _write_counts(self) -> None:
         """Store how busy the server is, and what has been counted since the last time."""

@@ -390,6 +390,6 @@ def test_a_disk_that_is_full_costs_records_and_no_reply(
     with capturing(tmp_path) as capture:
         monkeypatch.setattr(capture.buffer, "append", full)
         assert ask(capture.address, "/v1/completions", COMPLETION).status == 200
-        dropped = b"draftkit:records_dropped_total 1.0"
+        dropped = b"draftkit:records_dropped_total 2.0"
         assert wait_for(lambda: dropped in ask(capture.address, "/metrics").body)
     assert stored_in(tmp_path) == []

@@ -1,0 +1,150 @@
+"""Records at an address: parts are whole or absent, and another machine reads them as data."""
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from draftkit.config import DataConfig
+from draftkit.data.corpora import parts_at, read_documents
+from draftkit.data.lengths import lengths_within
+from draftkit.data.prompts import RowReader
+from draftkit.data.rollouts import Record
+from draftkit.online import sink
+from draftkit.online.sink import Sink
+from tests.serving.fakes import wait_for
+from tests.tiny import byte_tokenizer
+
+
+@pytest.fixture(params=["file", "memory"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A folder on the disk, and one of objects, which are put whole."""
+    return f"file://{tmp_path}/sink" if request.param == "file" else f"memory://{tmp_path.name}"
+
+
+def entry(number: int, tokens: int = 3) -> tuple[str, Record]:
+    law = {"temperature": 0.5, "top_k": 0.0, "top_p": 1.0, "repetition_penalty": 1.0}
+    return f"route {number % 2}", Record(
+        prompt_ids=[number % 200, 7],
+        output_ids=[number % 200] * tokens,
+        sampler="engine",
+        sampler_version="v1",
+        sampling=law,
+        seed=0,
+        row=0,
+        document=f"talk {number // 2}",
+    )
+
+
+def rows(address: str) -> list[dict[str, Any]]:
+    files, parts = parts_at(address)
+    return [row for part in parts for row in pq.read_table(part, filesystem=files).to_pylist()]
+
+
+def test_what_is_offered_is_there_in_order_when_it_closes(address: str) -> None:
+    made = Sink(address)
+    made.offer([entry(number) for number in range(40)])
+    made.close()
+    assert made.dropped == 0
+    found = rows(address)
+    assert [row["prompt_ids"][0] for row in found] == [*range(40)]
+    assert found[5] == {
+        **{"prompt_ids": [5, 7], "output_ids": [5, 5, 5], "document": "talk 2", "domain": ""},
+        **{"route": "route 1", "sampler_version": "v1", "temperature": 0.5, "top_k": 0.0},
+        **{"top_p": 1.0, "repetition_penalty": 1.0},
+    }
+
+
+def test_a_part_is_sealed_by_its_size_and_by_its_age(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sink, "PART_TOKENS", 50)  # ten records
+    made = Sink(address)
+    made.offer([entry(number) for number in range(25)])
+    assert wait_for(lambda: len(parts_at(address)[1]) == 2)
+    monkeypatch.setattr(sink, "PART_SECONDS", 0.0)
+    assert wait_for(lambda: len(rows(address)) == 25)
+    made.close()
+
+
+def test_two_writers_share_an_address(address: str) -> None:
+    both = [Sink(address), Sink(address)]
+    for number, one in enumerate(both):
+        one.offer([entry(100 * number + n) for n in range(10)])
+        one.close()
+    assert len(rows(address)) == 20
+    assert len(parts_at(address)[1]) == 2
+
+
+def test_an_address_that_takes_nothing_costs_its_records_and_nobody_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sink, "QUEUE", 8)
+    made = Sink("memory://refusing")
+
+    def refuse(*_: Any) -> None:
+        raise OSError("it is full")
+
+    monkeypatch.setattr(made._files, "pipe_file", refuse)
+    began = time.monotonic()
+    made.offer([entry(number) for number in range(100)])
+    assert time.monotonic() - began < 5
+    made.close()
+    assert made.dropped == 100
+    assert parts_at("memory://refusing")[1] == []
+
+
+def test_an_address_of_an_unknown_kind_is_refused_in_one_line() -> None:
+    for use, key in ((Sink, "online.sink"), (parts_at, "data.path")):
+        with pytest.raises(ValueError, match=rf"^{key}\W+nowhere://x") as error:
+            use("nowhere://x")
+        assert "\n" not in str(error.value)
+
+
+def write_until_killed(address: str) -> None:
+    made, number = Sink(address), 0
+    while True:
+        made.offer([entry(number, tokens=400)])
+        number += 1
+        time.sleep(0.0002)
+
+
+def test_a_kill_leaves_whole_parts_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sink, "PART_TOKENS", 4000)
+    address = f"file://{tmp_path}/sink"
+    forking = multiprocessing.get_context("fork")
+    (tmp_path / "sink").mkdir()
+    for least in (3, 6, 9, 12, 15):
+        process = forking.Process(target=write_until_killed, args=(address,))
+        process.start()
+        assert wait_for(lambda least=least: len(parts_at(address)[1]) >= least)
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+    assert len(rows(address)) >= 15 * 9  # every part can be read
+
+
+def test_parts_are_data_for_another_machine(address: str) -> None:
+    """Ids as they were served, a conversation in one split, and ids of another model left out."""
+    made = Sink(address)
+    made.offer([entry(number) for number in range(40)])
+    made.close()
+    data = DataConfig(name="local", path=address, max_bad_rows=0.5)
+    tokenizer = byte_tokenizer()
+    reader = RowReader(tokenizer, data, lengths_within(64, data))
+    read = [*reader.read(read_documents(data))]
+    examples = [one for _, made in read for one in made]
+    assert [one.token_ids for one in examples] == [[n, 7, n, n, n] for n in range(40)]
+    assert [one.prompt_ids for one in examples] == [[n, 7] for n in range(40)]
+    assert len({document.id for document, _ in read}) == 20
+    other = Sink(address)
+    other.offer([("default", Record(**{**vars(entry(1)[1]), "output_ids": [999_999]}))])
+    other.close()
+    reader = RowReader(tokenizer, data, lengths_within(64, data))
+    assert len([*reader.read(read_documents(data))]) == 40
+    assert reader.counts["rows_bad"] == 1

@@ -29,9 +29,7 @@ class CaptureConfig(Section, key="capture"):
     """A recording proxy before the engine at `engine.url`. It listens at `serve.host`."""
 
     port: int = setting(8001, "0: any that is free, printed at the start", "[0, 65535]")
-    logs: str | None = setting(
-        None, "chats of the past, a file or a folder, that become records; then it ends"
-    )
+    logs: str | None = setting(None, "chats of the past, a file, that become records; then it ends")
 
 
 @dataclass(kw_only=True)

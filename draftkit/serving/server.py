@@ -235,6 +235,8 @@ def listen(host: str, port: int, name: str = "serve.port") -> socket.socket:
             f"cannot listen on serve.host={host} {name}={port} ({reason}): "
             f"stop what listens there, or give another ({name}=0 takes any that is free)"
         ) from error
+    # Accepted connections inherit it. asyncio sets it for sockets whose protocol is named alone.
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     made.setblocking(False)
     return made
 

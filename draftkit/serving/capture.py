@@ -39,7 +39,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("ignore_eos", "echo", "use_beam_search", "continue_final_message"), (False,)),
     **dict.fromkeys(("logit_bias", "bad_words", "allowed_token_ids"), ({}, [])),
     **{"best_of": (1,), "tool_choice": ("auto", "none"), "response_format": ({"type": "text"},)},
-    **{"modalities": (["text"],), "typical_p": (1,), "suffix": ("",), "include_reasoning": (True,)},
+    **{
+        "modalities": (["text"],),
+        "typical_p": (1,),
+        "suffix": ("",),
+        "include_reasoning": (True,),
+        "add_generation_prompt": (True,),
+    },
 }
 
 
@@ -145,7 +151,7 @@ class Exchange:
 
     def records(self, texts: Texts, default: SamplingConfig) -> list[Record]:
         """Records of the answers that have ended; none of one whose ids are not known."""
-        messages = self.body.get("messages")
+        messages, seed = self.body.get("messages"), self.body.get("seed")
         document = "" if messages is None else conversation_of(read_messages(messages))
         made = []
         for index, choice in self.answers():
@@ -161,7 +167,7 @@ class Exchange:
                     sampler=SAMPLER,
                     sampler_version="",
                     sampling=sampling_of(self.body, default),
-                    seed=int(self.body.get("seed") or 0),
+                    seed=seed % 2**63 if isinstance(seed, int) else 0,
                     row=index,
                     document=document,
                 )
@@ -177,7 +183,9 @@ class Exchange:
         else:
             prompt = prompt_of(self.body.get("prompt"), index // int(self.body.get("n") or 1))
             prompt = texts.encode(prompt) if isinstance(prompt, str) else prompt
-        return Choice(prompt, texts.answer(choice.text, ends=choice.finish == "stop"))
+        stops = self.body.get("stop") or self.body.get("stop_token_ids")
+        ends = choice.finish == "stop" and not stops  # which leave no trace in the text
+        return Choice(prompt, texts.answer(choice.text, ends=ends))
 
 
 def prompt_of(given: Any, number: int) -> Any:

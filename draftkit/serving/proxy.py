@@ -39,7 +39,7 @@ HOP = frozenset(
 OURS = frozenset((RECORD_HEADER, ROUTE_HEADER))
 EVENT = b"data: "
 # What is no reply of OpenAI's API passes as it is.
-UNREADABLE = (ValueError, RecursionError, TypeError, KeyError, AttributeError)
+UNREADABLE = (ValueError, ArithmeticError, RecursionError, TypeError, LookupError, AttributeError)
 CONNECT_SECONDS = 10.0
 IDLE_SECONDS = 2.0  # of a connection to the engine: shorter than engines keep theirs
 OUTCOMES = (
@@ -220,7 +220,7 @@ class Proxy:
         def make() -> list[Record]:
             try:
                 made = exchange.records(self._texts, self._default)
-            except ValueError:  # what no template renders, and no tokenizer reads
+            except UNREADABLE:  # what no template renders, and no tokenizer reads
                 made = []
             self._count("recorded" if made else "unknown")
             return made

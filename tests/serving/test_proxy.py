@@ -5,7 +5,7 @@ import contextlib
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,15 @@ class Stub:
                 yield self.event(body, hidden)
         yield "data: [DONE]\n\n"
 
+    async def endless(self, body: dict[str, Any]) -> AsyncIterator[str]:
+        self.waiting += 1
+        try:
+            while True:
+                yield self.event(body, self.choice(body, 0, "a", [97]))
+                await asyncio.sleep(0.01)
+        finally:
+            self.waiting -= 1
+
     def event(self, body: dict[str, Any], choice: dict[str, Any]) -> str:
         return f"data: {compact(self.reply(body, [choice]))}\n\n"
 
@@ -106,6 +115,8 @@ class Stub:
             while not await request.is_disconnected():
                 await asyncio.sleep(0.01)
             self.waiting -= 1
+        if body.get("prompt") == "endless":
+            return StreamingResponse(self.endless(body), media_type="text/event-stream")
         if body.get("stream"):
             return StreamingResponse(self.stream(body), media_type="text/event-stream")
         ids = [*TOKENIZER(SAID)["input_ids"], 0]
@@ -262,6 +273,42 @@ def test_a_recorded_reply_is_the_one_that_the_engine_gives_without_a_proxy(
         assert (one.sampler, one.seed) == ("engine", 0 if is_chat else 3)
 
 
+@pytest.mark.parametrize(
+    "odd", [{"seed": 10**30}, {"temperature": 10**400}, {"seed": "x"}, {"seed": -5}]
+)
+def test_no_value_of_one_client_costs_the_records_of_another(
+    tmp_path: Path, odd: dict[str, Any]
+) -> None:
+    with capturing(tmp_path) as capture:
+        ask(capture.address, "/v1/completions", {**COMPLETION, **odd})
+        ask(capture.address, "/v1/completions", COMPLETION)
+        assert wait_for(lambda: sum(capture.outcomes().values()) == 2)
+        assert {one.seed for one in capture.records(2)} >= {3}
+        assert b"draftkit:records_dropped_total 0.0" in ask(capture.address, "/metrics").body
+
+
+def test_a_stop_string_leaves_no_end_of_text(tmp_path: Path) -> None:
+    with capturing(tmp_path, Stub(knows_ids=False)) as capture:
+        ask(capture.address, "/v1/completions", {**COMPLETION, "n": 1, "stop": ["!"]})
+        (one,) = capture.records(1)
+    assert one.output_ids == TOKENIZER(SAID)["input_ids"]
+
+
+def test_who_leaves_in_a_stream_is_told_to_the_engine(tmp_path: Path) -> None:
+    body = json.dumps({**COMPLETION, "prompt": "endless", "stream": True}).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    with capturing(tmp_path) as capture:
+        host, port = capture.address.split(":")
+        with socket.create_connection((host, int(port))) as client:
+            client.sendall(head.encode() + body)
+            assert client.recv(1000).startswith(b"HTTP/1.1 200")
+            assert wait_for(lambda: capture.stub.waiting == 1)
+        assert wait_for(lambda: capture.stub.waiting == 0)
+        assert wait_for(lambda: capture.outcomes() == {"unfinished": 1})
+
+
 def test_ids_that_the_client_asked_for_stay(tmp_path: Path) -> None:
     with capturing(tmp_path) as capture:
         body = {**COMPLETION, "return_token_ids": True}
@@ -307,6 +354,7 @@ def test_the_acceptance_of_a_request_is_counted_where_it_is_reported(tmp_path: P
         ({"logprobs": 3, "stop": ["x"], "user": "u", "presence_penalty": 0, "min_p": None}, True),
         ({"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}}, True),
         ({"logit_bias": {}, "best_of": 1, "ignore_eos": False}, True),
+        ({"include_reasoning": True, "add_generation_prompt": True}, True),
         ({"min_p": 0.05}, False),
         ({"presence_penalty": 0.5}, False),
         ({"frequency_penalty": -1}, False),

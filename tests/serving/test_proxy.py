@@ -294,15 +294,18 @@ def test_a_stop_string_leaves_no_end_of_text(tmp_path: Path) -> None:
     assert one.output_ids == TOKENIZER(SAID)["input_ids"]
 
 
+def posted(body: bytes) -> bytes:
+    """A completion as it goes over the wire."""
+    length = f"content-length: {len(body)}"
+    return f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n{length}\r\n\r\n".encode() + body
+
+
 def test_who_leaves_in_a_stream_is_told_to_the_engine(tmp_path: Path) -> None:
     body = json.dumps({**COMPLETION, "prompt": "endless", "stream": True}).encode()
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
-    )
     with capturing(tmp_path) as capture:
         host, port = capture.address.split(":")
         with socket.create_connection((host, int(port))) as client:
-            client.sendall(head.encode() + body)
+            client.sendall(posted(body))
             assert client.recv(1000).startswith(b"HTTP/1.1 200")
             assert wait_for(lambda: capture.stub.waiting == 1)
         assert wait_for(lambda: capture.stub.waiting == 0)
@@ -402,14 +405,11 @@ def test_an_engine_that_is_gone_is_told_in_one_line(tmp_path: Path) -> None:
 def test_who_leaves_is_told_to_the_engine_and_blocks_nobody(tmp_path: Path) -> None:
     """Before the engine has answered at all."""
     body = json.dumps({**COMPLETION, "prompt": "wait"}).encode()
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
-    )
     with capturing(tmp_path) as capture:
         host, port = capture.address.split(":")
         clients = [socket.create_connection((host, int(port))) for _ in range(64)]
         for client in clients:
-            client.sendall(head.encode() + body)
+            client.sendall(posted(body))
         assert wait_for(lambda: capture.stub.waiting == 64)
         assert ask(capture.address, "/v1/completions", COMPLETION).status == 200
         for client in clients:

@@ -16,35 +16,36 @@ from itertools import islice
 
 from draftkit.artifacts import locked
 from draftkit.config import DEFAULT_ROUTE, Config
-from draftkit.data.prompts import Example
+from draftkit.data.corpora import read_documents
+from draftkit.data.prompts import RowReader
 from draftkit.data.rollouts import Record
-from draftkit.data.splits import read_splits
 from draftkit.endpoint import COMPLETIONS, OTHERWISE, Endpoint
 from draftkit.models.files import ModelFolder
 from draftkit.models.vocabulary import count_ids
 from draftkit.online.buffer import Buffer
+from draftkit.online.sink import Sink
 from draftkit.serving.capture import ASKED, IDS, PROMPT_IDS
-from draftkit.serving.intake import Texts
+from draftkit.serving.intake import Texts, conversation_of
 from draftkit.serving.proxy import Proxy
 from draftkit.serving.recorder import BATCH
 from draftkit.serving.server import Server
 
 from .command import run_command
-from .plan import CAPTURE, TEXTS
+from .plan import CAPTURE, lengths_of
 from .product import plan
 from .serve import listening_to, url_of
 from .service import SERVER, buffer_of, checksums_of, recorder_of, service_folder
-from .stage import ensure, inputs_of, show_plan
+from .stage import inputs_of, show_plan
 
 PROBE = "Three words: one, two, three."  # whose ids tell one vocabulary from another
 
 
-def knows_ids(endpoint: Endpoint, texts: Texts) -> bool:
+def knows_ids(endpoint: Endpoint, model: str, texts: Texts) -> bool:
     """Whether the engine tells the ids of what it reads and writes.
 
     Raises ValueError naming `engine.url` for one that reads a text by other ids than `target.path`.
     """
-    body = {"model": endpoint.model()["id"], "prompt": PROBE, "max_tokens": 1, ASKED: True}
+    body = {"model": model, "prompt": PROBE, "max_tokens": 1, ASKED: True}
     try:
         choice = endpoint.ask(COMPLETIONS, body).json()["choices"][0]
     except OTHERWISE as error:
@@ -58,35 +59,51 @@ def knows_ids(endpoint: Endpoint, texts: Texts) -> bool:
     return bool(read and choice.get(IDS))
 
 
-def read_logs(config: Config, buffer: Buffer) -> int:
-    """Store the answers of `capture.logs`, the oldest of each part first; how many there were."""
+def models_of(endpoint: Endpoint) -> list[str]:
+    """What clients call the engine's model; adapters, which name a parent, are others."""
+    try:
+        served = endpoint.ask("/v1/models").json()["data"]
+        return [one["id"] for one in served if not one.get("parent")]
+    except OTHERWISE as error:
+        raise endpoint.failure("names no model at /v1/models") from error
+
+
+def logged(config: Config) -> Iterator[Record]:
+    """The answers of `capture.logs`, in the order of the file, as if they had been served."""
     data = replace(config.data, name="local", path=config.capture.logs)
-    splits = read_splits(ensure(TEXTS, replace(config, data=data, overwrite=False)))
-    examples: Iterator[Example] = (
-        one
-        for part in (splits.train, splits.validation, splits.test)
-        for one in part
-        if one.has_completion
-    )
+    folder = ModelFolder(config.target)
+    reader = RowReader(folder.tokenizer, data, lengths_of(config), start=folder.start)
     law = {name: float(value) for name, value in asdict(config.sampling).items()}
-    count = 0
-    while lot := list(islice(examples, BATCH)):
-        records = [
-            Record(
+    row = 0
+    for document, examples in reader.read(read_documents(data)):
+        turns = document.row.get("messages")
+        for one in examples:
+            if not one.has_completion or "text" in document.row:
+                continue
+            yield Record(
                 prompt_ids=one.prompt_ids,
                 output_ids=one.token_ids[len(one.prompt_ids) :],
                 sampler="logs",
                 sampler_version="",
                 sampling=law,
                 seed=0,
-                row=count + row,
-                document=one.document,
+                row=row,
+                document=one.document if turns is None else conversation_of(turns),
                 domain=one.domain,
             )
-            for row, one in enumerate(lot)
-        ]
-        buffer.append([(DEFAULT_ROUTE, record) for record in records])
-        count += len(lot)
+            row += 1
+
+
+def read_logs(config: Config, buffer: Buffer) -> int:
+    """Store what is `logged`, in the buffer and at `online.sink`; how many there were."""
+    records, count, sink = logged(config), 0, config.online.sink
+    with ExitStack() as stack:
+        copies = stack.enter_context(closing(Sink(sink))) if sink is not None else None
+        while lot := [(DEFAULT_ROUTE, record) for record in islice(records, BATCH)]:
+            buffer.append(lot)
+            if copies is not None:
+                copies.offer(lot)
+            count += len(lot)
     return count
 
 
@@ -111,15 +128,22 @@ def capture(config: Config) -> None:
         assert url is not None
         listening, key = listening_to(config, stack, port=config.capture.port, name="capture.port")
         target = ModelFolder(made.model(config, "target"))
-        texts = Texts(target.tokenizer, count_ids(target.tokenizer), config.data)
+        # An engine puts no turn in front of a chat, and gives its template no options.
+        data = replace(config.data, system=None, template_options={})
+        texts = Texts(target.tokenizer, count_ids(target.tokenizer), data)
         with Endpoint("engine.url", url) as endpoint:
-            has_ids = knows_ids(endpoint, texts)
+            models = models_of(endpoint)
+            has_ids = knows_ids(endpoint, models[0], texts)
+        if target.generation.min_p:
+            print("capture: generation_config.json names min_p, which no record says: start vLLM")
+            print("capture: with --generation-config vllm, or its answers have another law")
         recorder = recorder_of(config, buffer)
         proxy = Proxy(
             endpoint.url,
             recorder,
             texts,
             has_ids=has_ids,
+            models=models,
             default=config.sampling,
             routes=config.online.routes,
             fraction=config.online.buffer.fraction,
@@ -129,7 +153,7 @@ def capture(config: Config) -> None:
         if not has_ids:
             print("capture: the engine tells no ids: texts are tokenised here, which may cut them")
             print("capture: otherwise than they were sampled", flush=True)
-        server = Server(proxy, drain=lambda: None, close=proxy.close)
+        server = Server(proxy, drain=lambda: None, close=proxy.close, connections=None)
         recorder.start(proxy.counters)
         stack.callback(recorder.stop)
         for number in (signal.SIGTERM, signal.SIGINT):

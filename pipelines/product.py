@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from draftkit.artifacts import fingerprint, locked, read_json, remembered, sha256_file
 from draftkit.config import Config, DataConfig, ModelConfig, flatten
 from draftkit.data.corpora import parts_at
+from draftkit.distillation.ranks import agree
 from draftkit.models.files import address_of, check_folder, files_of_model, model_sha256
 from draftkit.models.gguf_files import VERSION as GGUF_VERSION
 from draftkit.models.gguf_files import convert, file_named
@@ -342,8 +343,10 @@ def address_of_text(data: DataConfig, root: str) -> str:
     """
     if data.name == "hub":
         return fingerprint([data.path, data.subset, data.split])
-    if data.is_remote:  # a part never changes
-        return fingerprint([data.path, parts_at(str(data.path))[1]])
+    if data.is_remote:  # a part never changes, and the first process says which there are
+        _, parts = parts_at(str(data.path))
+        parts[:] = agree(parts)
+        return fingerprint([data.path, parts])
     path = data.file
     if not path.is_file():
         raise ValueError(f"data.path {path}: no such file")

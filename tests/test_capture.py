@@ -9,9 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from draftkit.data.corpora import parts_at
+from draftkit.data.messages import read_messages
 from draftkit.data.splits import read_splits
 from draftkit.models.loading import save_model
 from draftkit.online.sink import Sink
+from draftkit.serving.intake import conversation_of
 from pipelines.capture import capture
 from pipelines.configuration import compose_config
 from pipelines.plan import TEXTS
@@ -87,6 +89,7 @@ def test_the_parts_of_a_fleet_are_what_a_stage_reads(pair: list[str], tmp_path: 
         sink = Sink(address)
         sink.offer([entry(number) for number in range(first, first + 12)])
         sink.close()
+        parts_at.cache_clear()  # as in another process
         splits = read_splits(ensure(TEXTS, config))
         counts.append(len(splits.train) + len(splits.validation) + len(splits.test))
     assert counts == [12, 24]
@@ -108,11 +111,17 @@ def test_chats_of_the_past_become_records(pair: list[str], tmp_path: Path) -> No
     ]
     logs = tmp_path / "logs.jsonl"
     logs.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    arguments = words(pair, tmp_path, f"capture.logs={logs}", "sampling.temperature=0.5")
+    sink = f"file://{tmp_path}/sink"
+    own = (f"capture.logs={logs}", f"online.sink={sink}", "sampling.temperature=0.5")
+    arguments = words(pair, tmp_path, *own)
     capture(compose_config(arguments))
     records = stored(buffer_of(compose_config(arguments)))
     assert len(records) == 24
     assert len({one.document for one in records}) == 12
+    names = {conversation_of(read_messages(chat)) for chat in chats}
+    assert {one.document for one in records} == names  # as the server and the proxy name them
+    files, (part,) = parts_at(sink)
+    assert pq.read_metadata(part, filesystem=files).num_rows == 24
     said = {TOKENIZER.decode(one.output_ids, skip_special_tokens=True).strip() for one in records}
     assert said == {"First.", "Second."}
     assert {one.sampling["temperature"] for one in records} == {0.5}

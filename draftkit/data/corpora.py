@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
@@ -194,9 +195,11 @@ def _parquet_rows(path: Path, content: Any = None) -> Rows:
         raise ValueError(f"data.path {path}: not readable ({reason})") from error
 
 
+@lru_cache
 def parts_at(address: str) -> tuple[Any, list[str]]:
     """The file system of `address`, and the Parquet files in and below it, in order.
 
+    A process looks once: others may write parts meanwhile, and what it reads is what it has named.
     Raises ValueError naming `data.path` for an address that cannot be read.
     """
     try:
@@ -212,7 +215,11 @@ def parts_at(address: str) -> tuple[Any, list[str]]:
 def _part_rows(address: str) -> Rows:
     files, parts = parts_at(address)
     for part in parts:
-        with files.open(part, "rb") as content:
+        try:
+            content = files.open(part, "rb")
+        except OSError as error:
+            raise ValueError(f"data.path {part}: not readable ({first_line(error)})") from error
+        with content:
             for origin, row in _parquet_rows(Path(part), content):
                 yield f"{Path(part).name}, {origin}", row
 

@@ -147,8 +147,8 @@ class RowReader:
         """The answers of a row that is no plain text, each after its prompt, or a prompt alone.
 
         The answer is cut on the right, the prompt on the left, or of a chat its oldest turns. A
-        chat whose last turn is too long is dropped: a template cut open is no prompt that any
-        server sees.
+        chat whose last turn is too long is dropped, and a record whose prompt is: a template cut
+        open is no prompt that any server sees.
         """
         row, most = document.row, self._lengths
         chat = None if IDS[0] in row else self._chat_of(row)
@@ -177,7 +177,7 @@ class RowReader:
             too_long = len(prompt) > most.prompt
             self.counts["rows"] += 1
             self.counts["completions"] += bool(answer)
-            if chat is not None and too_long:
+            if (chat is not None or is_record) and too_long:
                 self.counts["rows_dropped"] += 1
                 continue
             self.counts["prompts_cut"] += too_long or is_cut

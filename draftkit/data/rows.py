@@ -34,10 +34,12 @@ def row_form(row: dict[str, Any], data: DataConfig) -> dict[str, Any]:
     """
     there = f"columns found: {', '.join(map(str, row))}"
     filled = {name: value for name, value in row.items() if value is not None}
-    if all(isinstance(filled.get(name), list) and filled[name] for name in IDS):
-        return {name: filled[name] for name in (*IDS, "document") if name in filled}
     columns, answers, more = COLUMNS, ANSWERS, MORE
     named = {"prompt_column": data.prompt_column, "completion_column": data.completion_column}
+    if {*IDS} <= filled.keys() and not any(named.values()):
+        if not all(_are_ids(filled[name]) for name in IDS):
+            raise ValueError(f"{' and '.join(IDS)} must be lists of whole numbers")
+        return {name: filled[name] for name in (*IDS, "document") if name in filled}
     if any(name is not None for name in named.values()):
         columns, more = (data.prompt_column or "prompt",), {}
         answers = {columns[0]: (data.completion_column or "completion",)}
@@ -73,6 +75,10 @@ def row_form(row: dict[str, Any], data: DataConfig) -> dict[str, Any]:
         form["tools"] = tools
     json.dumps(form, ensure_ascii=False, default=str).encode()  # half a character has no code
     return form
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(i) is int and i >= 0 for i in value)
 
 
 def _question(

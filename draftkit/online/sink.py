@@ -9,6 +9,7 @@ an address that does not answer: what it cannot take is dropped and counted.
 import io
 import logging
 import queue
+import re
 import secrets
 import threading
 import time
@@ -24,10 +25,13 @@ from draftkit.artifacts import atomic_path, first_line
 from draftkit.data.rollouts import Record
 from draftkit.data.rows import IDS
 
-QUEUE = 8192  # records that wait to be sent; more are dropped
+QUEUE = 1024  # records that wait to be sent; more are dropped
 PART_TOKENS = 1 << 20  # of a part, some 4 MB before it is packed
 PART_SECONDS = 300.0  # after which a part is sealed, however small
 LOOK_SECONDS = 0.5
+CLOSE_SECONDS = 10.0  # for what is left at the end
+# Where an object is there whole or not at all; elsewhere a part is moved to its name.
+OBJECTS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss", "memory")
 SCHEMA = pa.schema(
     [
         *((name, pa.list_(pa.int32())) for name in IDS),
@@ -46,20 +50,32 @@ class Sink:
     """
 
     def __init__(self, address: str) -> None:
+        self._address = re.sub(r"//[^/@]*@", "//", address)  # as it is shown, without a password
+        self._refused = self._lost = 0  # by whoever offers, and by the thread that sends
         try:
             self._files, self._folder = fsspec.url_to_fs(address)
-            self._files.makedirs(self._folder, exist_ok=True)
+            names = self._files.protocol
+            names = [names] if isinstance(names, str) else names
+            self._is_of_objects = not {*names}.isdisjoint(OBJECTS)
+            if isinstance(self._files, LocalFileSystem):
+                Path(self._folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+            probe = f"{self._folder}/probe-{secrets.token_hex(4)}"
+            self._put(probe, b"")
+            self._files.rm(probe)
         except Exception as error:  # of whatever library the address needs, or lacks
             raise ValueError(
-                f"online.sink={address}: {first_line(error)}: name a folder by fsspec, as "
+                f"online.sink={self._address}: {first_line(error)}: name a folder by fsspec, as "
                 "file:///DIR, s3://BUCKET/DIR or gs://BUCKET/DIR, and install what it needs"
             ) from error
-        self.dropped = 0  # records
-        self._address = address
         self._queue: queue.Queue[tuple[str, Record]] = queue.Queue(QUEUE)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sink", daemon=True)
         self._thread.start()
+
+    @property
+    def dropped(self) -> int:
+        """Records that the address did not take."""
+        return self._refused + self._lost
 
     def offer(self, entries: Entries) -> None:
         """Take records, each with its route; never waits."""
@@ -67,12 +83,14 @@ class Sink:
             try:
                 self._queue.put_nowait(entry)
             except queue.Full:
-                self.dropped += 1
+                self._refused += 1
 
     def close(self) -> None:
-        """Send what is left, and end."""
+        """Send what is left, within `CLOSE_SECONDS`, and end."""
         self._stopping.set()
-        self._thread.join()
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            log.error("%s does not answer: its last records are lost", self._address)
 
     def _run(self) -> None:
         part, tokens, began = list[tuple[str, Record]](), 0, time.monotonic()
@@ -93,14 +111,22 @@ class Sink:
             return
         name = f"{self._folder}/part-{time.time_ns()}-{secrets.token_hex(4)}.parquet"
         try:
-            if isinstance(self._files, LocalFileSystem):
-                with atomic_path(Path(name)) as temporary:
-                    temporary.write_bytes(packed(part))
-            else:
-                self._files.pipe_file(name, packed(part))  # an object is there whole, or not
+            self._put(name, packed(part))
         except Exception as error:  # serving goes on, whatever the address says
-            self.dropped += len(part)
+            self._lost += len(part)
             log.error("%s takes no records, %d are lost: %s", self._address, len(part), error)
+
+    def _put(self, name: str, content: bytes) -> None:
+        """Write a file, which its owner alone reads where it lies on a disk, whole or not."""
+        if isinstance(self._files, LocalFileSystem):
+            with atomic_path(Path(name)) as temporary:
+                temporary.touch(mode=0o600)
+                temporary.write_bytes(content)
+        elif self._is_of_objects:
+            self._files.pipe_file(name, content)
+        else:
+            self._files.pipe_file(f"{name}.part", content)
+            self._files.mv(f"{name}.part", name)
 
 
 def packed(part: Entries) -> bytes:

@@ -28,7 +28,7 @@ FREE = frozenset(
         *("stop", "stop_token_ids", "include_stop_str_in_output", "stream", "stream_options"),
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
         *("logprobs", "top_logprobs", "prompt_logprobs", "return_tokens_as_token_ids", ASKED),
-        *("tools", "parallel_tool_calls", "chat_template_kwargs", "reasoning_effort"),
+        *("chat_template_kwargs", "reasoning_effort", "session_id", "stream_interval"),
         *("documents", "skip_special_tokens", "spaces_between_special_tokens", "priority"),
         *("request_id", "cache_salt", "cache_prompt", "timings_per_token", "id_slot"),
     )
@@ -38,7 +38,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens"), (0,)),
     **dict.fromkeys(("ignore_eos", "echo", "use_beam_search", "continue_final_message"), (False,)),
     **dict.fromkeys(("logit_bias", "bad_words", "allowed_token_ids"), ({}, [])),
-    **{"best_of": (1,), "tool_choice": ("auto", "none"), "response_format": ({"type": "text"},)},
+    **dict.fromkeys(("best_of", "length_penalty"), (1,)),
+    **{"tool_choice": ("auto", "none"), "parallel_tool_calls": (True,), "watermarking": (False,)},
+    "response_format": ({"type": "text"},),
     **{
         "modalities": (["text"],),
         "typical_p": (1,),
@@ -49,6 +51,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
+# By these a template may write another prompt than ours.
+UNTOLD = ("tools", "documents", "chat_template_kwargs", "reasoning_effort")
+LEAST_TEMPERATURE = 0.01  # of vLLM, above 0
+
+
 def is_recordable(body: Any) -> bool:
     """Whether the answers to `body` have the law that its record would say."""
     if not isinstance(body, dict):
@@ -56,7 +63,10 @@ def is_recordable(body: Any) -> bool:
     for name, value in body.items():
         if value is None or name in FREE:
             continue
-        if name in LAW:
+        if name == "tools":
+            if not isinstance(value, list) or any(map(_is_strict, value)):
+                return False
+        elif name in LAW:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 return False
         elif not any(value == one for one in NEUTRAL.get(name, ())):
@@ -64,10 +74,18 @@ def is_recordable(body: Any) -> bool:
     return True
 
 
+def _is_strict(tool: Any) -> bool:
+    """Whether an engine may hold calls of `tool` to a grammar."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return not isinstance(function, dict) or bool(function.get("strict"))
+
+
 def sampling_of(body: Mapping[str, Any], default: SamplingConfig) -> dict[str, float]:
     """The law of the answers to `body` at an engine whose own settings are `default`."""
     named = {name: body[name] for name in LAW if body.get(name) is not None}
     law = {name: float(value) for name, value in (asdict(default) | named).items() if name in LAW}
+    if law["temperature"] > 0:
+        law["temperature"] = max(law["temperature"], LEAST_TEMPERATURE)
     return law | {"top_k": max(0.0, law["top_k"])}  # -1 cuts nothing either
 
 
@@ -90,9 +108,9 @@ class Exchange:
     """
 
     def __init__(self, body: dict[str, Any], *, has_ids: bool) -> None:
-        self._asks = has_ids and not body.get(ASKED)
-        self.body = {**body, ASKED: True} if self._asks else body
-        self._has_ids = has_ids
+        self.asks = has_ids and not body.get(ASKED)  # for what the client did not
+        self.body = {**body, ASKED: True} if self.asks else body
+        self._has_ids, self._usage = has_ids, 0
         self._choices: dict[int, Choice] = {}
         self.speculation: Served | None = None
 
@@ -103,7 +121,7 @@ class Exchange:
         """
         if not isinstance(part, dict):
             return True
-        is_visible = not self._asks
+        is_visible = not self.asks
         shared = part.get(PROMPT_IDS)  # of a chat
         for one in part.get("choices") or ():
             choice = self._choices.setdefault(one.get("index", 0), Choice())
@@ -118,12 +136,13 @@ class Exchange:
             is_visible |= one.get("delta") != {} or bool(ends)
             self._blank(one)
         self._blank(part)
+        self._usage = int((part.get("usage") or {}).get("completion_tokens") or self._usage)
         self._speculated(part)
         return is_visible or not part.get("choices")
 
     def _blank(self, part: dict[str, Any]) -> None:
         """Say of ids what the engine says that was not asked for them: null."""
-        if self._asks:
+        if self.asks:
             part |= {name: None for name in (PROMPT_IDS, IDS) if name in part}
 
     def _speculated(self, part: Mapping[str, Any]) -> None:
@@ -144,6 +163,11 @@ class Exchange:
             tested=accepted + refused,
             acceptance=float(accepted),
         )
+
+    @property
+    def tokens(self) -> int:
+        """Those of the answers that have ended, as far as the engine tells."""
+        return sum(len(one.output_ids) for _, one in self.answers()) or self._usage
 
     def answers(self) -> list[tuple[int, Choice]]:
         """The answers that have ended, by their number."""
@@ -176,15 +200,19 @@ class Exchange:
 
     def _tokenised(self, choice: Choice, index: int, texts: Texts) -> Choice:
         """`choice` with the ids of its texts; without any where text does not tell them."""
-        if choice.has_more or not choice.text or self.body.get("tools"):
+        body = self.body
+        if choice.has_more or not choice.text or any(body.get(name) for name in UNTOLD):
             return Choice()
-        if (messages := self.body.get("messages")) is not None:
-            prompt = texts.chat(read_messages(messages))
-        else:
-            prompt = prompt_of(self.body.get("prompt"), index // int(self.body.get("n") or 1))
-            prompt = texts.encode(prompt) if isinstance(prompt, str) else prompt
-        stops = self.body.get("stop") or self.body.get("stop_token_ids")
-        ends = choice.finish == "stop" and not stops  # which leave no trace in the text
+        if body.get("skip_special_tokens") is False or body.get("repetition_penalty", 1) != 1:
+            return Choice()  # as an engine may not know the one, and shows marks by the other
+        ends = choice.finish == "stop" and not (body.get("stop") or body.get("stop_token_ids"))
+        if (messages := body.get("messages")) is not None:
+            turns = read_messages(messages)
+            if turns[-1]["role"] == "assistant":  # which some engines go on with
+                return Choice()
+            return Choice(texts.chat(turns), texts.answer(choice.text, ends=ends, chat=turns))
+        prompt = prompt_of(body.get("prompt"), index // int(body.get("n") or 1))
+        prompt = texts.encode(prompt) if isinstance(prompt, str) else prompt
         return Choice(prompt, texts.answer(choice.text, ends=ends))
 
 

@@ -69,9 +69,16 @@ class Texts:
         with self._lock:
             return text_ids(self._tokenizer, [text], literal=self.start is not None)[0]
 
-    def answer(self, text: str, *, ends: bool) -> list[int]:
-        """The ids of an answer, with the end of text where it `ends`."""
+    def answer(
+        self, text: str, *, ends: bool, chat: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        """The ids of an answer, in `chat` or to a text, with its end where it `ends`."""
         with self._lock:
+            if chat is not None and ends:
+                turns = [*chat, {"role": "assistant", "content": text}]
+                ids = self._format.answer(turns, self._format.context(chat)) or []
+                if ids[-1:] and ids[-1] in self.special_ids:  # by which turns of the model end
+                    return ids
             (ids,) = text_ids(self._tokenizer, [text], special=False, literal=True)
         return ids + [self._tokenizer.eos_token_id] * ends
 

@@ -60,12 +60,17 @@ class Recorder:
             scores = self.top_k > 0
             self.take(answer.job.route, lambda: [record_of(answer, with_scores=scores)])
 
-    def take(self, route: str, make: Make) -> None:
-        """Take records of `route`, which `make` makes on the thread that writes; never waits."""
+    def take(self, route: str, make: Make) -> bool:
+        """Take records of `route`, which `make` makes on the thread that writes; never waits.
+
+        False where there is no room for them.
+        """
         try:
             self._queue.put_nowait((route, make))
         except queue.Full:
             self._refused += 1
+            return False
+        return True
 
     def start(self, counters: Callable[[], Counters]) -> None:
         """Write from now on, also what `counters` says, and delete what is too old."""
@@ -116,7 +121,7 @@ class Recorder:
 
     def _write_counts(self) -> None:
         """Store how busy the server is, and what has been counted since the last time."""
-        counters, rows = self._counters(), []
+        counters, rows = self._counters(), list[Served]()
         for (route, version), now in counters.drafters.items():
             before = self._written.get((route, version)) or Served(route=route, version=version)
             if now != before:

@@ -245,7 +245,8 @@ class Server(uvicorn.Server):
     """A server of `app`: `run(sockets=[...])` serves, until `should_exit` is set.
 
     Then it takes no more connections and lets answers end: `drain` is called on another thread, and
-    returns when no answer is being made any more. `close` is awaited at the very end.
+    returns when no answer is being made any more. `close` is awaited at the very end. connections:
+    at once, also those between two requests; more are answered with 503.
     """
 
     def __init__(
@@ -253,6 +254,7 @@ class Server(uvicorn.Server):
         app: Any,
         drain: Callable[[], object],
         close: Callable[[], Awaitable[None]] | None = None,
+        connections: int | None = CONNECTIONS,
     ) -> None:
         logging.getLogger("uvicorn.access").disabled = True  # whatever handlers a host program has
         config = uvicorn.Config(
@@ -266,7 +268,7 @@ class Server(uvicorn.Server):
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=DRAIN_SECONDS + CLOSING_SECONDS,
-            limit_concurrency=CONNECTIONS,
+            limit_concurrency=connections,
         )
         super().__init__(config)
         self._drain, self._close = drain, close

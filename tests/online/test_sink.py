@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from draftkit.data.corpora import parts_at, read_documents
 from draftkit.data.lengths import lengths_within
 from draftkit.data.prompts import RowReader
 from draftkit.data.rollouts import Record
+from draftkit.data.rows import row_form
 from draftkit.online import sink
 from draftkit.online.sink import Sink
 from tests.serving.fakes import wait_for
@@ -41,7 +43,14 @@ def entry(number: int, tokens: int = 3) -> tuple[str, Record]:
     )
 
 
+def parts(address: str) -> list[str]:
+    """Those that are there now."""
+    parts_at.cache_clear()
+    return parts_at(address)[1]
+
+
 def rows(address: str) -> list[dict[str, Any]]:
+    parts_at.cache_clear()
     files, parts = parts_at(address)
     return [row for part in parts for row in pq.read_table(part, filesystem=files).to_pylist()]
 
@@ -51,6 +60,8 @@ def test_what_is_offered_is_there_in_order_when_it_closes(address: str) -> None:
     made.offer([entry(number) for number in range(40)])
     made.close()
     assert made.dropped == 0
+    for path in [*Path(address.removeprefix("file://")).glob("*")]:  # on a disk its owner's alone
+        assert path.stat().st_mode & 0o077 == 0
     found = rows(address)
     assert [row["prompt_ids"][0] for row in found] == [*range(40)]
     assert found[5] == {
@@ -66,7 +77,7 @@ def test_a_part_is_sealed_by_its_size_and_by_its_age(
     monkeypatch.setattr(sink, "PART_TOKENS", 50)  # ten records
     made = Sink(address)
     made.offer([entry(number) for number in range(25)])
-    assert wait_for(lambda: len(parts_at(address)[1]) == 2)
+    assert wait_for(lambda: len(parts(address)) == 2)
     monkeypatch.setattr(sink, "PART_SECONDS", 0.0)
     assert wait_for(lambda: len(rows(address)) == 25)
     made.close()
@@ -78,7 +89,7 @@ def test_two_writers_share_an_address(address: str) -> None:
         one.offer([entry(100 * number + n) for n in range(10)])
         one.close()
     assert len(rows(address)) == 20
-    assert len(parts_at(address)[1]) == 2
+    assert len(parts(address)) == 2
 
 
 def test_an_address_that_takes_nothing_costs_its_records_and_nobody_waits(
@@ -96,7 +107,33 @@ def test_an_address_that_takes_nothing_costs_its_records_and_nobody_waits(
     assert time.monotonic() - began < 5
     made.close()
     assert made.dropped == 100
-    assert parts_at("memory://refusing")[1] == []
+    assert parts("memory://refusing") == []
+
+
+def test_an_address_that_hangs_keeps_nobody_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, released = Sink("memory://hanging"), threading.Event()
+    monkeypatch.setattr(made._files, "pipe_file", lambda *_: released.wait(60))
+    monkeypatch.setattr(sink, "CLOSE_SECONDS", 0.1)
+    made.offer([entry(1)])
+    began = time.monotonic()
+    made.close()
+    assert time.monotonic() - began < 5
+    released.set()
+
+
+def test_where_files_grow_in_sight_a_part_takes_its_name_when_it_is_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sink, "OBJECTS", ())
+    made = Sink("memory://growing")
+    moved = list[tuple[str, str]]()
+    real = made._files.mv
+    monkeypatch.setattr(made._files, "mv", lambda a, b: (moved.append((a, b)), real(a, b)))
+    made.offer([entry(1)])
+    made.close()
+    ((before, name),) = moved
+    assert before == f"{name}.part"
+    assert [*map(Path, parts("memory://growing"))] == [Path(name)]
 
 
 def test_an_address_of_an_unknown_kind_is_refused_in_one_line() -> None:
@@ -104,6 +141,9 @@ def test_an_address_of_an_unknown_kind_is_refused_in_one_line() -> None:
         with pytest.raises(ValueError, match=rf"^{key}\W+nowhere://x") as error:
             use("nowhere://x")
         assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="online.sink=nowhere://x/y") as error:
+        Sink("nowhere://me:secret@x/y")
+    assert "secret" not in str(error.value).partition(":")[0]
 
 
 def write_until_killed(address: str) -> None:
@@ -122,7 +162,7 @@ def test_a_kill_leaves_whole_parts_alone(tmp_path: Path, monkeypatch: pytest.Mon
     for least in (3, 6, 9, 12, 15):
         process = forking.Process(target=write_until_killed, args=(address,))
         process.start()
-        assert wait_for(lambda least=least: len(parts_at(address)[1]) >= least)
+        assert wait_for(lambda least=least: len(parts(address)) >= least)
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
         process.join()
@@ -142,9 +182,29 @@ def test_parts_are_data_for_another_machine(address: str) -> None:
     assert [one.token_ids for one in examples] == [[n, 7, n, n, n] for n in range(40)]
     assert [one.prompt_ids for one in examples] == [[n, 7] for n in range(40)]
     assert len({document.id for document, _ in read}) == 20
-    other = Sink(address)
-    other.offer([("default", Record(**{**vars(entry(1)[1]), "output_ids": [999_999]}))])
+    other, shape = Sink(address), vars(entry(1)[1])
+    for odd in ({"output_ids": [999_999]}, {"prompt_ids": [1] * 64}):
+        other.offer([("default", Record(**shape | odd))])
     other.close()
+    parts_at.cache_clear()
     reader = RowReader(tokenizer, data, lengths_within(64, data))
-    assert len([*reader.read(read_documents(data))]) == 40
-    assert reader.counts["rows_bad"] == 1
+    assert sum(len(made) for _, made in reader.read(read_documents(data))) == 40
+    # Ids of another vocabulary, and a prompt that would have to be cut open.
+    assert (reader.counts["rows_bad"], reader.counts["rows_dropped"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("row", "named", "reason"),
+    [
+        ({"prompt_ids": [1, None], "output_ids": [2]}, {}, "lists of whole numbers"),
+        ({"prompt_ids": ["a"], "output_ids": [2]}, {}, "lists of whole numbers"),
+        ({"prompt_ids": [-1], "output_ids": [2]}, {}, "lists of whole numbers"),
+        ({"prompt_ids": [], "output_ids": [2]}, {}, "lists of whole numbers"),
+        ({"prompt_ids": [1], "output_ids": [2], "q": 1}, {"prompt_column": "q"}, "must be text"),
+    ],
+)
+def test_rows_that_are_no_records_are_told(
+    row: dict[str, Any], named: dict[str, str], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        row_form(row, DataConfig(name="local", path="a", **named))

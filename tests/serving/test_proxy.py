@@ -58,6 +58,7 @@ class Stub:
     knows_ids: bool = True
     seen: list[tuple[str, str, bytes, dict[str, str]]] = field(default_factory=list)
     waiting: int = 0
+    lines: str = ""  # of every stream, if any
 
     def choice(self, body: dict[str, Any], index: int, part: str, ids: list[int]) -> dict[str, Any]:
         is_chat, streams = "messages" in body, body.get("stream", False)
@@ -117,6 +118,10 @@ class Stub:
             self.waiting -= 1
         if body.get("prompt") == "endless":
             return StreamingResponse(self.endless(body), media_type="text/event-stream")
+        if body.get("prompt") == ["refused"]:
+            return JSONResponse({"error": {"message": "no"}}, 400)
+        if self.lines and body.get("stream"):
+            return Response(self.lines, media_type="text/event-stream")
         if body.get("stream"):
             return StreamingResponse(self.stream(body), media_type="text/event-stream")
         ids = [*TOKENIZER(SAID)["input_ids"], 0]
@@ -127,6 +132,8 @@ class Stub:
     async def other(self, request: Request) -> Response:
         content = await request.body()
         self.seen.append((request.method, str(request.url), content, dict(request.headers)))
+        if request.url.path == "/none/metrics":
+            return Response(status_code=501)
         if request.url.path == "/metrics":
             return Response(b"engine:up 1\n", media_type="text/plain")
         if request.url.path == "/v1/models" and not request.url.query:
@@ -183,7 +190,12 @@ class Capture:
 
 @contextlib.contextmanager
 def capturing(
-    path: Path, stub: Stub | None = None, *, fraction: float = 1.0, **options: Any
+    path: Path,
+    stub: Stub | None = None,
+    *,
+    fraction: float = 1.0,
+    path_of_engine: str = "",
+    **options: Any,
 ) -> Iterator[Capture]:
     stub = stub or Stub()
     settings = BufferConfig()
@@ -191,10 +203,11 @@ def capturing(
         recorder = Recorder(b, settings)
         given: dict[str, Any] = {
             **{"has_ids": stub.knows_ids, "default": DEFAULT, "routes": ("default", "code")},
+            "models": ["m"],
             **{"fraction": fraction, "key": None, "host": "127.0.0.1"},
         }
         texts = Texts(chat_tokenizer(), VOCAB_SIZE)
-        proxy = Proxy(f"http://{engine}", recorder, texts, **given | options)
+        proxy = Proxy(f"http://{engine}{path_of_engine}", recorder, texts, **given | options)
         recorder.start(proxy.counters)
         try:
             with running(proxy) as address:
@@ -284,7 +297,7 @@ def test_no_value_of_one_client_costs_the_records_of_another(
         ask(capture.address, "/v1/completions", COMPLETION)
         assert wait_for(lambda: sum(capture.outcomes().values()) == 2)
         assert {one.seed for one in capture.records(2)} >= {3}
-        assert b"draftkit:records_dropped_total 0.0" in ask(capture.address, "/metrics").body
+        assert b"draftkit:records_dropped 0.0" in ask(capture.address, "/metrics").body
 
 
 def test_a_stop_string_leaves_no_end_of_text(tmp_path: Path) -> None:
@@ -296,7 +309,7 @@ def test_a_stop_string_leaves_no_end_of_text(tmp_path: Path) -> None:
 
 def posted(body: bytes) -> bytes:
     """A completion as it goes over the wire."""
-    length = f"content-length: {len(body)}"
+    length = f"content-type: application/json\r\ncontent-length: {len(body)}"
     return f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n{length}\r\n\r\n".encode() + body
 
 
@@ -350,6 +363,81 @@ def test_the_acceptance_of_a_request_is_counted_where_it_is_reported(tmp_path: P
     assert (served.tested, served.acceptance) == (7, 4.0)  # three rounds refused one
 
 
+def test_counts_go_on_after_they_were_stored(tmp_path: Path) -> None:
+    with capturing(tmp_path) as capture:
+        for requests in (1, 2):
+            ask(capture.address, "/v1/completions", {**COMPLETION, "n": 1})
+            assert wait_for(lambda n=requests: counted(capture.buffer) == n)
+
+
+def counted(buffer: Buffer) -> int:
+    return sum(one.requests for one in buffer.served("default"))
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "outcome"),
+    [
+        ({**COMPLETION, "model": "m-sql"}, {}, "other_law"),  # an adapter
+        (COMPLETION, {"content-type": "text/plain"}, "left_out"),  # as a page of another site sends
+        ({**COMPLETION, "store": False}, {}, "opted_out"),
+        ({**COMPLETION, "user": "x" * (1 << 20)}, {}, "left_out"),
+        ({**COMPLETION, "prompt": ["refused"]}, {}, "unfinished"),
+    ],
+)
+def test_a_request_counts_once_by_what_became_of_it(
+    tmp_path: Path, body: dict[str, Any], headers: dict[str, str], outcome: str
+) -> None:
+    with capturing(tmp_path) as capture:
+        ask(capture.address, "/v1/completions", body, headers)
+        assert wait_for(lambda: capture.outcomes() == {outcome: 1})
+    assert stored_in(tmp_path) == []
+
+
+def test_the_path_of_the_engine_stands_before_every_path(tmp_path: Path) -> None:
+    with capturing(tmp_path, path_of_engine="/llm/") as capture:
+        ask(capture.address, "/x?y=%2F")
+        assert capture.stub.seen[0][1] == f"http://{capture.engine}/llm/x?y=%2F"
+
+
+def test_the_proxys_own_numbers_are_there_without_the_engines(tmp_path: Path) -> None:
+    with capturing(tmp_path, path_of_engine="/none") as capture:
+        reply = ask(capture.address, "/metrics")
+        assert (reply.status, reply.body[:6]) == (200, b"# HELP")
+        assert capture.outcomes() == {}
+
+
+@pytest.mark.parametrize("ending", ["", "\n\n"])
+def test_lines_in_any_form_of_a_stream_leave_without_ids(tmp_path: Path, ending: str) -> None:
+    """Without a space behind `data:`, with CR, and a last one that no newline ends."""
+    stub = Stub()
+    choice = stub.choice({"return_token_ids": True}, 0, "a", [7, 0])
+    event = "data:" + json.dumps({"id": "x", "choices": [choice]})
+    stub.lines = f": a comment\r\n\r\n{event}\r\n\r\n{event}{ending}"
+    with capturing(tmp_path, stub) as capture:
+        reply = ask(capture.address, "/v1/completions", {**COMPLETION, "stream": True})
+        assert reply.body.startswith(b": a comment\r\n\r\ndata: ")
+        assert b"[7" not in reply.body
+        assert capture.records(1)[0].output_ids == [7, 0, 7, 0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"reasoning_effort": "low"},
+        {"skip_special_tokens": False},
+        {"repetition_penalty": 1.2},
+        {"messages": [*CHAT["messages"], {"role": "assistant", "content": "Go"}]},
+    ],
+)
+def test_a_prompt_that_an_engine_may_read_otherwise_is_not_tokenised(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    with capturing(tmp_path, Stub(knows_ids=False)) as capture:
+        ask(capture.address, "/v1/chat/completions", {**CHAT, **changes})
+        assert wait_for(lambda: capture.outcomes() == {"unknown": 1})
+
+
 @pytest.mark.parametrize(
     ("changes", "recorded"),
     [
@@ -358,6 +446,10 @@ def test_the_acceptance_of_a_request_is_counted_where_it_is_reported(tmp_path: P
         ({"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}}, True),
         ({"logit_bias": {}, "best_of": 1, "ignore_eos": False}, True),
         ({"include_reasoning": True, "add_generation_prompt": True}, True),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, True),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, False),
+        ({"parallel_tool_calls": False}, False),
+        ({"session_id": "x", "length_penalty": 1, "watermarking": False}, True),
         ({"min_p": 0.05}, False),
         ({"presence_penalty": 0.5}, False),
         ({"frequency_penalty": -1}, False),
@@ -383,11 +475,11 @@ def test_what_became_of_requests_is_counted_behind_the_engines_own_metrics(tmp_p
     with capturing(tmp_path, fraction=0.0) as capture:
         ask(capture.address, "/v1/completions", COMPLETION)
         ask(capture.address, "/v1/completions", COMPLETION, {"x-draftkit-record": "No"})
-        ask(capture.address, "/v1/completions", {**COMPLETION, "prompt": 5})
+        ask(capture.address, "/v1/completions", {**COMPLETION, "store": False})
         assert capture.outcomes() == {"left_out": 2, "opted_out": 1}
         body = ask(capture.address, "/metrics").body
         assert body.startswith(b"engine:up 1\n")
-        assert b"draftkit:records_dropped_total 0.0" in body
+        assert b"draftkit:records_dropped 0.0" in body
 
 
 def test_an_engine_that_is_gone_is_told_in_one_line(tmp_path: Path) -> None:
@@ -422,9 +514,10 @@ def test_who_leaves_is_told_to_the_engine_and_blocks_nobody(tmp_path: Path) -> N
 def test_the_door_is_that_of_the_server(tmp_path: Path) -> None:
     with capturing(tmp_path, key="word") as capture:
         assert ask(capture.address, "/v1/models").status == 401
+        assert ask(capture.address, "/health").status == 207  # as at the server
         key = {"authorization": "Bearer word"}
         assert ask(capture.address, "/v1/models", headers=key).status == 200
-        assert capture.stub.seen[0][3]["authorization"] == "Bearer word"
+        assert capture.stub.seen[1][3]["authorization"] == "Bearer word"
     with capturing(tmp_path) as capture:
         assert ask(capture.address, "/v1/models", headers={"host": "evil.example"}).status == 403
 
@@ -438,6 +531,6 @@ def test_a_disk_that_is_full_costs_records_and_no_reply(
     with capturing(tmp_path) as capture:
         monkeypatch.setattr(capture.buffer, "append", full)
         assert ask(capture.address, "/v1/completions", COMPLETION).status == 200
-        dropped = b"draftkit:records_dropped_total 2.0"
+        dropped = b"draftkit:records_dropped 2.0"
         assert wait_for(lambda: dropped in ask(capture.address, "/metrics").body)
     assert stored_in(tmp_path) == []

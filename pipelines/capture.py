@@ -23,7 +23,6 @@ from draftkit.endpoint import COMPLETIONS, OTHERWISE, Endpoint
 from draftkit.models.files import ModelFolder
 from draftkit.models.vocabulary import count_ids
 from draftkit.online.buffer import Buffer
-from draftkit.online.sink import Sink
 from draftkit.serving.capture import ASKED, IDS, PROMPT_IDS
 from draftkit.serving.intake import Texts, conversation_of
 from draftkit.serving.proxy import Proxy
@@ -95,15 +94,11 @@ def logged(config: Config) -> Iterator[Record]:
 
 
 def read_logs(config: Config, buffer: Buffer) -> int:
-    """Store what is `logged`, in the buffer and at `online.sink`; how many there were."""
-    records, count, sink = logged(config), 0, config.online.sink
-    with ExitStack() as stack:
-        copies = stack.enter_context(closing(Sink(sink))) if sink is not None else None
-        while lot := [(DEFAULT_ROUTE, record) for record in islice(records, BATCH)]:
-            buffer.append(lot)
-            if copies is not None:
-                copies.offer(lot)
-            count += len(lot)
+    """Store what is `logged`; how many there were."""
+    records, count = logged(config), 0
+    while lot := [(DEFAULT_ROUTE, record) for record in islice(records, BATCH)]:
+        buffer.append(lot)
+        count += len(lot)
     return count
 
 

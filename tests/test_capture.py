@@ -111,17 +111,13 @@ def test_chats_of_the_past_become_records(pair: list[str], tmp_path: Path) -> No
     ]
     logs = tmp_path / "logs.jsonl"
     logs.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    sink = f"file://{tmp_path}/sink"
-    own = (f"capture.logs={logs}", f"online.sink={sink}", "sampling.temperature=0.5")
-    arguments = words(pair, tmp_path, *own)
+    arguments = words(pair, tmp_path, f"capture.logs={logs}", "sampling.temperature=0.5")
     capture(compose_config(arguments))
     records = stored(buffer_of(compose_config(arguments)))
     assert len(records) == 24
     assert len({one.document for one in records}) == 12
     names = {conversation_of(read_messages(chat)) for chat in chats}
     assert {one.document for one in records} == names  # as the server and the proxy name them
-    files, (part,) = parts_at(sink)
-    assert pq.read_metadata(part, filesystem=files).num_rows == 24
     said = {TOKENIZER.decode(one.output_ids, skip_special_tokens=True).strip() for one in records}
     assert said == {"First.", "Second."}
     assert {one.sampling["temperature"] for one in records} == {0.5}

@@ -36,21 +36,13 @@ FREE = frozenset(
 # ... and what does at these values; null always does.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens"), (0,)),
+    **dict.fromkeys(("best_of", "length_penalty", "typical_p"), (1,)),
     **dict.fromkeys(("ignore_eos", "echo", "use_beam_search", "continue_final_message"), (False,)),
+    **dict.fromkeys(("include_reasoning", "add_generation_prompt", "parallel_tool_calls"), (True,)),
     **dict.fromkeys(("logit_bias", "bad_words", "allowed_token_ids"), ({}, [])),
-    **dict.fromkeys(("best_of", "length_penalty"), (1,)),
-    **{"tool_choice": ("auto", "none"), "parallel_tool_calls": (True,), "watermarking": (False,)},
-    "response_format": ({"type": "text"},),
-    **{
-        "modalities": (["text"],),
-        "typical_p": (1,),
-        "suffix": ("",),
-        "include_reasoning": (True,),
-        "add_generation_prompt": (True,),
-    },
+    **{"tool_choice": ("auto", "none"), "response_format": ({"type": "text"},)},
+    **{"modalities": (["text"],), "suffix": ("",), "watermarking": (False,)},
 }
-
-
 # By these a template may write another prompt than ours.
 UNTOLD = ("tools", "documents", "chat_template_kwargs", "reasoning_effort")
 LEAST_TEMPERATURE = 0.01  # of vLLM, above 0

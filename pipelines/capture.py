@@ -148,7 +148,7 @@ def capture(config: Config) -> None:
         if not has_ids:
             print("capture: the engine tells no ids: texts are tokenised here, which may cut them")
             print("capture: otherwise than they were sampled", flush=True)
-        server = Server(proxy, drain=lambda: None, close=proxy.close, connections=None)
+        server = Server(proxy, drain=lambda: None, close=proxy.close, is_limited=False)
         recorder.start(proxy.counters)
         stack.callback(recorder.stop)
         for number in (signal.SIGTERM, signal.SIGINT):

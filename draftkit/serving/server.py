@@ -245,8 +245,8 @@ class Server(uvicorn.Server):
     """A server of `app`: `run(sockets=[...])` serves, until `should_exit` is set.
 
     Then it takes no more connections and lets answers end: `drain` is called on another thread, and
-    returns when no answer is being made any more. `close` is awaited at the very end. connections:
-    at once, also those between two requests; more are answered with 503.
+    returns when no answer is being made any more. `close` is awaited at the very end. is_limited:
+    to CONNECTIONS, also those between two requests.
     """
 
     def __init__(
@@ -254,7 +254,8 @@ class Server(uvicorn.Server):
         app: Any,
         drain: Callable[[], object],
         close: Callable[[], Awaitable[None]] | None = None,
-        connections: int | None = CONNECTIONS,
+        *,
+        is_limited: bool = True,
     ) -> None:
         logging.getLogger("uvicorn.access").disabled = True  # whatever handlers a host program has
         config = uvicorn.Config(
@@ -268,7 +269,7 @@ class Server(uvicorn.Server):
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=DRAIN_SECONDS + CLOSING_SECONDS,
-            limit_concurrency=connections,
+            limit_concurrency=CONNECTIONS if is_limited else None,
         )
         super().__init__(config)
         self._drain, self._close = drain, close

@@ -141,9 +141,9 @@ def test_an_address_of_an_unknown_kind_is_refused_in_one_line() -> None:
         with pytest.raises(ValueError, match=rf"^{key}\W+nowhere://x") as error:
             use("nowhere://x")
         assert "\n" not in str(error.value)
-    with pytest.raises(ValueError, match="online.sink=nowhere://x/y") as error:
+    with pytest.raises(ValueError, match=r"^online\.sink=nowhere://x/y") as error:
         Sink("nowhere://me:secret@x/y")
-    assert "secret" not in str(error.value).partition(":")[0]
+    assert "secret" not in str(error.value)
 
 
 def write_until_killed(address: str) -> None:

@@ -220,9 +220,11 @@ def test_an_address_that_is_none_is_named() -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_small_pieces_are_sent_at_once(host: str) -> None:
     """Else the second of two waits for the client's word on the first, 40 ms and more."""
-    with closing(listen(host, 0)) as listening:
-        with socket.create_connection(listening.getsockname()[:2]):
-            listening.setblocking(True)
-            accepted, _ = listening.accept()
-            with accepted:
-                assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    with (
+        closing(listen(host, 0)) as listening,
+        socket.create_connection(listening.getsockname()[:2]),
+    ):
+        listening.setblocking(True)
+        accepted, _ = listening.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -118,12 +118,17 @@ class Endpoint:
     def failure(self, reason: str) -> ValueError:
         return ValueError(f"{self.name}: {self.url} {reason}")
 
-    def model(self) -> dict[str, Any]:
-        """What the server says of its model: `id` and `owned_by`."""
+    def models(self) -> list[dict[str, Any]]:
+        """What the server says of its models, of one at least: `id` and `owned_by`."""
         try:
-            return dict(self.ask("/v1/models").json()["data"][0])
+            served = self.ask("/v1/models").json()["data"]
+            return [{**served[0]}, *({**one} for one in served[1:])]
         except OTHERWISE as error:
             raise self.failure("names no model at /v1/models") from error
+
+    def model(self) -> dict[str, Any]:
+        """The first of its `models`."""
+        return self.models()[0]
 
 
 def completion(

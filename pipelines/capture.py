@@ -11,7 +11,7 @@ import logging
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import islice
 
 from draftkit.artifacts import locked
@@ -58,21 +58,11 @@ def knows_ids(endpoint: Endpoint, model: str, texts: Texts) -> bool:
     return bool(read and choice.get(IDS))
 
 
-def models_of(endpoint: Endpoint) -> list[str]:
-    """What clients call the engine's model; adapters, which name a parent, are others."""
-    try:
-        served = endpoint.ask("/v1/models").json()["data"]
-        return [one["id"] for one in served if not one.get("parent")]
-    except OTHERWISE as error:
-        raise endpoint.failure("names no model at /v1/models") from error
-
-
 def logged(config: Config) -> Iterator[Record]:
     """The answers of `capture.logs`, in the order of the file, as if they had been served."""
     data = replace(config.data, name="local", path=config.capture.logs)
     folder = ModelFolder(config.target)
     reader = RowReader(folder.tokenizer, data, lengths_of(config), start=folder.start)
-    law = {name: float(value) for name, value in asdict(config.sampling).items()}
     row = 0
     for document, examples in reader.read(read_documents(data)):
         turns = document.row.get("messages")
@@ -84,7 +74,7 @@ def logged(config: Config) -> Iterator[Record]:
                 output_ids=one.token_ids[len(one.prompt_ids) :],
                 sampler="logs",
                 sampler_version="",
-                sampling=law,
+                sampling=dict(vars(config.sampling)),
                 seed=0,
                 row=row,
                 document=one.document if turns is None else conversation_of(turns),
@@ -127,7 +117,8 @@ def capture(config: Config) -> None:
         data = replace(config.data, system=None, template_options={})
         texts = Texts(target.tokenizer, count_ids(target.tokenizer), data)
         with Endpoint("engine.url", url) as endpoint:
-            models = models_of(endpoint)
+            # Adapters name a parent, and have another law.
+            models = [one["id"] for one in endpoint.models() if not one.get("parent")]
             has_ids = knows_ids(endpoint, models[0], texts)
         if target.generation.min_p:
             print("capture: generation_config.json names min_p, which no record says: start vLLM")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from draftkit.models.loading import save_model
 from tests import tiny
+from tests.serving.fakes import chat_tokenizer
 from tests.tiny import byte_tokenizer
 
 PATHS = ["target.path={0}/target", "draft.path={0}/draft"]
@@ -20,6 +21,14 @@ def save_pairs(folder: Path) -> None:
         shutil.copytree(folder / "pair", folder / name)
     save_model(tiny.model(seed=1), byte_tokenizer(), folder / "target" / "target")
     save_model(tiny.related(target, seed=2), byte_tokenizer(), folder / "draft" / "draft")
+
+
+def save_chat_pair(folder: Path) -> list[str]:
+    """A pair whose target has a chat template; the overrides that name it."""
+    target = tiny.model()
+    save_model(target, chat_tokenizer(), folder / "target")
+    save_model(tiny.related(target), byte_tokenizer(), folder / "draft")
+    return paths(folder)
 
 
 def paths(folder: Path) -> list[str]:

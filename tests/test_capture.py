@@ -11,7 +11,6 @@ import pytest
 from draftkit.data.corpora import parts_at
 from draftkit.data.messages import read_messages
 from draftkit.data.splits import read_splits
-from draftkit.models.loading import save_model
 from draftkit.online.sink import Sink
 from draftkit.serving.intake import conversation_of
 from pipelines.capture import capture
@@ -19,14 +18,13 @@ from pipelines.configuration import compose_config
 from pipelines.plan import TEXTS
 from pipelines.service import service_folder
 from pipelines.stage import ensure
-from tests import tiny
 from tests.launching import Forked
 from tests.online.test_sink import entry
 from tests.online.traffic import stored
+from tests.pairs import save_chat_pair
 from tests.services import buffer_of
-from tests.serving.fakes import TOKENIZER, ask, chat_tokenizer
-from tests.serving.test_proxy import CHAT, COMPLETION, PROMPT_IDS, Stub, running
-from tests.tiny import byte_tokenizer
+from tests.serving.fakes import TOKENIZER, ask, running
+from tests.serving.test_proxy import CHAT, COMPLETION, PROMPT_IDS, Stub
 
 GONE = "engine.url=http://127.0.0.1:9"  # a port at which nobody listens
 
@@ -34,11 +32,7 @@ GONE = "engine.url=http://127.0.0.1:9"  # a port at which nobody listens
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """A pair on disk, as the overrides that name it."""
-    folder = tmp_path_factory.mktemp("pair")
-    target = tiny.model()
-    save_model(target, chat_tokenizer(), folder / "target")
-    save_model(tiny.related(target), byte_tokenizer(), folder / "draft")
-    return [f"target.path={folder / 'target'}", f"draft.path={folder / 'draft'}"]
+    return save_chat_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture

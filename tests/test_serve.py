@@ -10,28 +10,23 @@ import pytest
 from draftkit.artifacts import locked
 from draftkit.config import SamplingConfig
 from draftkit.decoding.generation import decode, make_requests
-from draftkit.models.loading import load_target, save_model
+from draftkit.models.loading import load_target
 from draftkit.online.registry import Registry
 from draftkit.serving.server import listen
 from pipelines.configuration import compose_config
 from pipelines.serve import KEY_VARIABLE, api_key, serve, url_of
 from pipelines.service import service_folder
-from tests import tiny
 from tests.launching import Forked
 from tests.online.traffic import stored
+from tests.pairs import save_chat_pair
 from tests.services import buffer_of
-from tests.serving.fakes import ask, chat_tokenizer, completion, wait_for
-from tests.tiny import byte_tokenizer
+from tests.serving.fakes import ask, completion, wait_for
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """A pair on disk, as the overrides that name it."""
-    folder = tmp_path_factory.mktemp("pair")
-    target = tiny.model()
-    save_model(target, chat_tokenizer(), folder / "target")
-    save_model(tiny.related(target), byte_tokenizer(), folder / "draft")
-    return [f"target.path={folder / 'target'}", f"draft.path={folder / 'draft'}"]
+    return save_chat_pair(tmp_path_factory.mktemp("pair"))
 
 
 def overrides(pair: list[str], root: Path, *more: str) -> list[str]:

@@ -58,9 +58,8 @@ REFUSE, NEVER = EXTRA_NAMES
 DIVISOR = "[0.001, inf)"  # of logits, which float32 must hold
 TYPE_NAMES: dict[Any, str] = {int: "a whole number", float: "a number", str: "text"}
 TYPE_NAMES |= {bool: "true or false", NoneType: "null", list: "a list", dict: "a mapping"}
-TYPE_NAMES |= {
-    Any: "a number or a list of them"
-}  # `draft.shrink.layers`, which Hydra has no type for
+# Of `draft.shrink.layers`, for which Hydra has no type.
+TYPE_NAMES |= {Any: "a number or a list of them"}
 
 
 def require(condition: bool, key: str, rule: str, value: object) -> None:
@@ -139,9 +138,8 @@ def type_name(declared: Any) -> str:
     if origin := {list, dict} & {get_origin(declared)}:
         inner = get_args(declared)[-1]
         return TYPE_NAMES[origin.pop()] + ("" if inner is Any else f" of {TYPE_NAMES[inner]}")
-    return " or ".join(map(type_name, get_args(declared))) or TYPE_NAMES.get(
-        declared, f"a {declared.__name__}"
-    )
+    parts = " or ".join(map(type_name, get_args(declared)))
+    return parts or TYPE_NAMES.get(declared, f"a {declared.__name__}")
 
 
 def limits(one: Field[Any]) -> str:

@@ -8,7 +8,8 @@ tokenizer, which may cut a text otherwise than it was sampled.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from draftkit.config import SamplingConfig
@@ -75,7 +76,7 @@ def _is_strict(tool: Any) -> bool:
 def sampling_of(body: Mapping[str, Any], default: SamplingConfig) -> dict[str, float]:
     """The law of the answers to `body` at an engine whose own settings are `default`."""
     named = {name: body[name] for name in LAW if body.get(name) is not None}
-    law = {name: float(value) for name, value in (asdict(default) | named).items() if name in LAW}
+    law = {name: float(value) for name, value in (vars(default) | named).items()}
     if law["temperature"] > 0:
         law["temperature"] = max(law["temperature"], LEAST_TEMPERATURE)
     return law | {"top_k": max(0.0, law["top_k"])}  # -1 cuts nothing either
@@ -128,8 +129,9 @@ class Exchange:
             is_visible |= one.get("delta") != {} or bool(ends)
             self._blank(one)
         self._blank(part)
-        self._usage = int((part.get("usage") or {}).get("completion_tokens") or self._usage)
-        self._speculated(part)
+        with suppress(LookupError, TypeError, ValueError, AttributeError):  # of another release
+            self._usage = int((part.get("usage") or {}).get("completion_tokens") or self._usage)
+            self._speculated(part)
         return is_visible or not part.get("choices")
 
     def _blank(self, part: dict[str, Any]) -> None:

@@ -152,15 +152,20 @@ def serving(
         routes=ROUTES,
         model_name=NAME,
     )
-    app = make_app(engine, intake, key=key)
+    with running(make_app(engine, intake, key=key), drain) as address:
+        yield address
+
+
+@contextlib.contextmanager
+def running(app: Any, drain: Any = lambda: True) -> Iterator[str]:
+    """`app` on a free port of loopback; its address, `127.0.0.1:PORT`."""
     socket = listen("127.0.0.1", 0)
-    address = "{}:{}".format(*socket.getsockname())
-    server = Server(app, drain)
+    server = Server(app, drain, close=getattr(app, "close", None))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]})
     thread.start()
     try:
         assert wait_for(lambda: server.started)
-        yield address
+        yield "{}:{}".format(*socket.getsockname())
     finally:
         server.should_exit = True
         thread.join(20)

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import socket
-import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,9 +22,9 @@ from draftkit.serving.capture import is_recordable
 from draftkit.serving.intake import Texts
 from draftkit.serving.proxy import Proxy
 from draftkit.serving.recorder import Recorder
-from draftkit.serving.server import MAX_BODY_BYTES, Server, listen
+from draftkit.serving.server import MAX_BODY_BYTES
 from tests.online.traffic import stored
-from tests.serving.fakes import TOKENIZER, Reply, ask, chat_tokenizer, wait_for
+from tests.serving.fakes import TOKENIZER, Reply, ask, chat_tokenizer, running, wait_for
 from tests.tiny import VOCAB_SIZE
 
 SAID = "Grüße. "
@@ -148,22 +147,6 @@ class Stub:
             for name in ("completions", "chat/completions")
         ]
         return Starlette(routes=[*asked, Route("/{path:path}", self.other, methods=verbs)])
-
-
-@contextlib.contextmanager
-def running(app: Any) -> Iterator[str]:
-    """`app` on a free port of loopback."""
-    listening = listen("127.0.0.1", 0)
-    server = Server(app, drain=lambda: None, close=getattr(app, "close", None))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-    thread.start()
-    try:
-        assert wait_for(lambda: server.started)
-        yield "{}:{}".format(*listening.getsockname())
-    finally:
-        server.should_exit = True
-        thread.join(40)
-        assert not thread.is_alive()
 
 
 @dataclass
@@ -361,6 +344,17 @@ def test_the_acceptance_of_a_request_is_counted_where_it_is_reported(tmp_path: P
     assert (served.version, served.requests, served.tokens) == ("engine", 1, len(SAID.encode()) + 1)
     assert (served.rounds, served.drafted, served.accepted) == (4, 8, 4)
     assert (served.tested, served.acceptance) == (7, 4.0)  # three rounds refused one
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_metrics_of_another_release_cost_their_counts_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streams: bool
+) -> None:
+    monkeypatch.delitem(ACCEPTED, "num_spec_steps")
+    with capturing(tmp_path) as capture:
+        reply = ask(capture.address, "/v1/completions", {**COMPLETION, "n": 1, "stream": streams})
+        assert b'"token_ids":null' in reply.body
+        assert len(capture.records(1)) == 1
 
 
 def test_counts_go_on_after_they_were_stored(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from draftkit.config import SamplingConfig
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 COMPLETIONS = "/v1/completions"
 OTHERWISE = (JSONDecodeError, KeyError, IndexError, TypeError, AttributeError)  # of other answers
+PASSING = {408, 409, 429}  # states that may pass, beside those of 500 and more
+FIRST_WAIT, LONGEST_WAIT = 0.5, 8.0  # seconds before all addresses are asked again; they double
 
 Result = TypeVar("Result")
 
@@ -30,36 +32,44 @@ async def _anonymous(request: httpx.Request) -> None:
 
 
 class Endpoint:
-    """The server at `url`, with or without `/v1`, named by the setting `name`.
+    """The servers at `urls`, with or without `/v1`, named by the setting `name`. They serve alike.
 
-    retries: of a request that gets no answer, or one of a state that may pass. Use it as a context.
-    Raises ValueError, one line, for what the server does not answer.
+    retries: rounds through all addresses after the first, for a request that gets no answer, or one
+    of a state that may pass. Use it as a context. Raises ValueError, one line, for what they do not
+    answer.
     """
 
-    def __init__(self, name: str, url: str, *, retries: int = 0) -> None:
+    def __init__(self, name: str, *urls: str, retries: int = 0) -> None:
         from openai import AsyncOpenAI  # takes half a second, of those alone who ask a server
 
-        self.name, self.url = name, url.rstrip("/").removesuffix("/v1")
+        self.name, self.retries = name, retries
+        self.urls = [url.rstrip("/").removesuffix("/v1") for url in urls]
+        self.url = self.urls[0]
         self.runner = asyncio.Runner()
-        try:
-            self.client = AsyncOpenAI(
-                api_key=os.environ.get("OPENAI_API_KEY") or "none",  # the client wants a word
-                base_url=self.url,
-                max_retries=retries,
-                timeout=TIMEOUT,
-                http_client=httpx.AsyncClient(
-                    event_hooks={"request": [_anonymous]}, limits=httpx.Limits()
-                ),
-            )
-        except httpx.InvalidURL as error:
-            raise self.failure(f"is no address ({first_line(error)}): correct it") from error
+        self.clients = []
+        for url in self.urls:
+            try:
+                client = AsyncOpenAI(
+                    api_key=os.environ.get("OPENAI_API_KEY") or "none",  # the client wants a word
+                    base_url=url,
+                    max_retries=0,
+                    timeout=TIMEOUT,
+                    http_client=httpx.AsyncClient(
+                        event_hooks={"request": [_anonymous]}, limits=httpx.Limits()
+                    ),
+                )
+            except httpx.InvalidURL as error:
+                reason = f"is no address ({first_line(error)}): correct it"
+                raise self.failure(reason, url) from error
+            self.clients.append(client)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         with self.runner:
-            self.runner.run(self.client.close())
+            for client in self.clients:
+                self.runner.run(client.close())
 
     async def send(
         self,
@@ -68,31 +78,52 @@ class Endpoint:
         *,
         headers: Mapping[str, str] | None = None,
         optional: bool = False,
+        at: int = 0,
     ) -> httpx.Response:
-        """The response to a POST of `body`, or to a GET; `optional`: of whatever status."""
+        """The response to a POST of `body`, or to a GET; `optional`: of whatever status.
+
+        at: number of the address that is asked first; of more than there are, the rest.
+        """
         from openai import APIConnectionError, APIStatusError
 
-        try:
-            if body is None:
-                return await self.client.get(path, cast_to=httpx.Response)
-            options = {"headers": dict(headers or {})}
-            return await self.client.post(path, cast_to=httpx.Response, body=body, options=options)
-        except APIStatusError as error:
-            if optional:
-                return error.response
-            status, text = error.status_code, " ".join(error.response.text.split())[:200]
-            key = " (OPENAI_API_KEY is read for its key)" * (status in (401, 403))
-            raise self.failure(f"answers {path} by status {status}{key}: {text}") from error
-        except APIConnectionError as error:
-            reason = first_line(error.__cause__ or error)
-            advice = "start it there, or correct the address"
-            raise self.failure(f"does not answer ({reason}): {advice}") from error
+        count = len(self.clients)
+        for attempt in range(last := count * (self.retries + 1)):
+            where = (at + attempt) % count
+            client, passing = self.clients[where], attempt + 1 < last
+            try:
+                if body is None:
+                    return await client.get(path, cast_to=httpx.Response)
+                options = {"headers": dict(headers or {})}
+                return await client.post(path, cast_to=httpx.Response, body=body, options=options)
+            except APIStatusError as error:
+                status, text = error.status_code, " ".join(error.response.text.split())[:200]
+                if not (passing and (status >= 500 or status in PASSING)):
+                    if optional:
+                        return error.response
+                    key = " (OPENAI_API_KEY is read for its key)" * (status in (401, 403))
+                    reason = f"answers {path} by status {status}{key}: {text}"
+                    raise self.failure(reason, self.urls[where]) from error
+            except APIConnectionError as error:
+                if not passing:
+                    reason = first_line(error.__cause__ or error)
+                    advice = "start it there, or correct the address"
+                    reason = f"does not answer ({reason}): {advice}"
+                    raise self.failure(reason, self.urls[where]) from error
+            rounds, is_through = divmod(attempt + 1, count)
+            if is_through == 0:
+                await asyncio.sleep(min(LONGEST_WAIT, FIRST_WAIT * 2 ** (rounds - 1)))
+        raise AssertionError("the last attempt returns or raises")
 
     def ask(
-        self, path: str, body: Mapping[str, Any] | None = None, *, optional: bool = False
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        optional: bool = False,
+        at: int = 0,
     ) -> httpx.Response:
         """What `send` gives, for who has nothing else to do meanwhile."""
-        return self.runner.run(self.send(path, body, optional=optional))
+        return self.runner.run(self.send(path, body, optional=optional, at=at))
 
     def map(
         self, answer: Callable[[Any], Awaitable[Result]], items: Iterable[Any], *, at_once: int
@@ -115,16 +146,16 @@ class Endpoint:
 
         return self.runner.run(every())
 
-    def failure(self, reason: str) -> ValueError:
-        return ValueError(f"{self.name}: {self.url} {reason}")
+    def failure(self, reason: str, url: str | None = None) -> ValueError:
+        return ValueError(f"{self.name}: {url or self.url} {reason}")
 
-    def models(self) -> list[dict[str, Any]]:
+    def models(self, at: int = 0) -> list[dict[str, Any]]:
         """What the server says of its models, of one at least: `id` and `owned_by`."""
         try:
-            served = self.ask("/v1/models").json()["data"]
+            served = self.ask("/v1/models", at=at).json()["data"]
             return [{**served[0]}, *({**one} for one in served[1:])]
         except OTHERWISE as error:
-            raise self.failure("names no model at /v1/models") from error
+            raise self.failure("names no model at /v1/models", self.urls[at]) from error
 
     def model(self) -> dict[str, Any]:
         """The first of its `models`."""

@@ -8,18 +8,46 @@ test split are for the tables alone.
 from pathlib import Path
 from typing import Any
 
+from draftkit.artifacts import read_json, write_json
 from draftkit.config import Config
 from draftkit.data.lengths import Room
 from draftkit.data.rollouts import Record, document_of, read_records, write_records
 from draftkit.data.splits import read_splits
 from draftkit.distillation.progress import Countdown
+from draftkit.distillation.remote import PROBE_FILE, RemoteTarget, remote_target
 from draftkit.distillation.samplers import TEST, VALIDATION, target_answers
 from draftkit.evaluation.intervals import LEAST_UNITS
-from draftkit.models.loading import load_target
+from draftkit.models.loading import Target, load_target
 
 from .command import main
-from .plan import CONTEXTS, answer_tokens
+from .plan import CONTEXTS, answer_tokens, shared_context
 from .stage import StageFolder
+
+
+def writer_of(config: Config, folder: StageFolder) -> Target | RemoteTarget:
+    """The target that answers prompts: in memory, or the engines of `target.urls`."""
+    target = folder.model(config, "target")
+    if not target.urls:
+        return load_target(target, config.hardware)
+    scored = config.teacher_top_k if config.scored_by_engine else 0
+    return remote_target(target, config.hardware, top_k=scored)
+
+
+def teacher_of(config: Config, folder: StageFolder) -> RemoteTarget:
+    """The engines of `target.urls` as what scores texts.
+
+    Raises ValueError where another model answers than the one that wrote the held-out answers.
+    """
+    target = remote_target(
+        folder.model(config, "target"),
+        config.hardware,
+        top_k=config.teacher_top_k,
+        at_once=config.generate.batch_size,
+    )
+    for name, path in folder.inputs.items():
+        if name.startswith("contexts") and (path / PROBE_FILE).exists():
+            target.check_law(read_json(path / PROBE_FILE))
+    return target
 
 
 def contexts(config: Config, folder: StageFolder) -> dict[str, Any]:
@@ -38,8 +66,13 @@ def contexts(config: Config, folder: StageFolder) -> dict[str, Any]:
             f"{timed} held-out documents will be timed, a verdict needs {needed}: it will be "
             "inconclusive (evaluate.timing_prompts, evaluate.prompts, data.test_fraction)"
         )
-    target = load_target(folder.model(config, "target"), config.hardware)
-    room = Room(new, target.adapter.max_positions)
+    target = writer_of(config, folder)
+    if isinstance(target, RemoteTarget):
+        room = Room(new, shared_context(config))
+        if target.probe is not None:
+            write_json(folder.path / PROBE_FILE, [one.tolist() for one in target.probe])
+    else:
+        room = Room(new, target.adapter.max_positions)
     summary, before = {}, 0
     parts = (
         (VALIDATION, splits.validation[: options.validation_prompts]),

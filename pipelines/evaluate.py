@@ -19,17 +19,19 @@ from draftkit.data.lengths import shares_cut
 from draftkit.data.rollouts import document_of
 from draftkit.data.splits import read_splits
 from draftkit.decoding.trace import answers, as_rows, as_text
+from draftkit.evaluation.alpha import score_stored
 from draftkit.evaluation.engines import serves
 from draftkit.evaluation.judge import Measured, Prompts, check_lossless, gather
 from draftkit.evaluation.lossless import LOSSY, NOT_CHECKED
 from draftkit.evaluation.page import REPORT, as_html, decision_page, write_page
 from draftkit.evaluation.report import (
+    bounds_table,
     engine_table,
     evaluation_table,
     numbers_table,
     ways_table,
 )
-from draftkit.evaluation.summary import compare
+from draftkit.evaluation.summary import bounded, compare
 from draftkit.evaluation.walltime import Timed
 from draftkit.models.adapter import Adapter
 from draftkit.models.head_files import kind_of
@@ -38,7 +40,7 @@ from draftkit.tracking import Tracker
 
 from .certify import DIFFERENT
 from .command import launch, main
-from .contexts import read_contexts
+from .contexts import read_contexts, teacher_of
 from .plan import CERTIFY, EVALUATE, answer_tokens, at_temperatures
 from .prepare import check_pair
 from .product import SUMMARY
@@ -135,6 +137,8 @@ def show(config: Config, folder: Path) -> None:
     """Print the table of a complete evaluation, and where its traces are."""
     console = Console(width=80)
     summary = read_json(folder / SUMMARY)
+    if "ways" not in summary:
+        return console.print(bounds_table(summary))
     console.print(evaluation_table(summary))
     if "speedup_by_k" in summary:
         console.print(numbers_table(summary))
@@ -142,10 +146,44 @@ def show(config: Config, folder: Path) -> None:
         console.print(engine_table(summary))
     console.print(ways_table(summary))
     console.print(f"All of it on a page, with figures and texts: {folder / REPORT}")
+    return None
+
+
+def evaluate_by_engine(config: Config, folder: StageFolder) -> dict[str, Any]:
+    """What is sure of the drafts where engines alone score the target's answers.
+
+    Alpha and tokens a pass count what both surely give to the ids that are named, with the most
+    that may be missing beside them. Nothing is decoded and timed here, so the verdict stays open.
+    """
+    target, models = teacher_of(config, folder), drafts_of(config, folder)
+    drafts = {name: load_draft(one, target) for name, one in models.items()}
+    answers = [path for name, path in folder.inputs.items() if name.startswith("contexts")]
+    by_temperature: dict[str, dict[str, Any]] = {}
+    by_prompt: dict[str, dict[str, Any]] = {}
+    for one, path in zip(at_temperatures(config), answers, strict=True):
+        temperature = one.sampling.temperature
+        if temperature not in (config.evaluate.temperatures or [temperature]):
+            continue
+        contexts = target.scored(read_contexts(path, "test"))
+        folder.note(target.tail_line(contexts, temperature or 1.0))
+        how: Any = {"sampling": one.sampling, "batch_size": config.evaluate.batch_size}
+        judged = {
+            name: score_stored(draft, contexts, tails_known=False, **how)
+            for name, draft in drafts.items()
+        }
+        by_temperature[f"{temperature:g}"] = bounded(judged, config) | {"temperature": temperature}
+        scored = {name: totals.as_dict() for name, (totals, _) in judged.items()}
+        by_prompt[f"{temperature:g}"] = {"contexts": path.name, **scored}
+    write_json(folder.path / PROMPTS, by_prompt)
+    kind = kind_of(next(reversed(drafts.values())).model.config)
+    first = next(iter(by_temperature.values()))
+    return {**first, "by_temperature": by_temperature, "kind": kind}
 
 
 def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Judge the drafts under every temperature of `evaluate.temperatures`."""
+    if config.scored_by_engine:
+        return evaluate_by_engine(config, folder)
     options = replace(config.evaluate, max_new_tokens=answer_tokens(config))
     config, served = replace(config, evaluate=options), config.sampling.temperature
     temperatures = [one.sampling.temperature for one in at_temperatures(config)]

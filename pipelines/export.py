@@ -57,6 +57,8 @@ def export(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Write both; the summary says at which gamma each engine is started and what to expect."""
     target = folder.model(config, "target")
     judged = read_json(folder.inputs[JUDGED] / SUMMARY) if JUDGED in folder.inputs else None
+    if judged is not None and "engines" not in judged:  # an engine has scored it, and no more
+        judged = None
     drafter = drafter_of(config, folder)
     shape = ModelFolder(drafter).config
     check_kind(config.draft, shape)

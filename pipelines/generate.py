@@ -13,15 +13,13 @@ from draftkit.data.splits import read_splits
 from draftkit.distillation.progress import Countdown
 from draftkit.distillation.samplers import (
     ROLLOUTS,
-    OpenAISampler,
-    Sampler,
     answered,
     noise_seed,
     target_sampler,
 )
-from draftkit.models.loading import load_outline, load_target
 
 from .command import main
+from .contexts import writer_of
 from .plan import GENERATE, carries_scores
 from .stage import StageFolder
 
@@ -29,11 +27,11 @@ from .stage import StageFolder
 def generate(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Let the target continue the prompts of the training split.
 
-    Under the served distribution, by our decoder or by an engine that serves the target over HTTP
-    (`generate.url`).
+    Under the served distribution, by our decoder or by engines that serve the target
+    (`target.urls`).
     """
     size, total = config.generate.batch_size, config.generate.rollouts
-    splits, target = read_splits(folder.inputs["texts"]), folder.model(config, "target")
+    splits = read_splits(folder.inputs["texts"])
     rollouts = tokens = 0
     countdown = Countdown(total, folder.note)
 
@@ -43,30 +41,15 @@ def generate(config: Config, folder: StageFolder) -> dict[str, Any]:
             rollouts + done, f"{rollouts + int(done):,} of {total:,} answers, {count:,} tokens"
         )
 
-    sampler: Sampler
-    seed, url = noise_seed(config.seed, ROLLOUTS), config.generate.url
-    if url is not None:
-        assert target.path is not None
-        sampler = OpenAISampler(
-            url=url,
-            model=config.generate.model or target.path,
-            sampling=config.sampling,
-            eos_token_ids=load_outline(target, config.hardware).eos_token_ids,
-            max_new_tokens=splits.room.new,
-            max_length=splits.room.total,
-            batch_size=size,
-            seed=seed,
-        )
-    else:
-        sampler = target_sampler(
-            load_target(target, config.hardware),
-            config.sampling,
-            splits.room,
-            seed=seed,
-            batch_size=size,
-            top_k=config.generate.top_k if carries_scores(config) else 0,
-            watch=watch,
-        )
+    sampler = target_sampler(
+        writer_of(config, folder),
+        config.sampling,
+        splits.room,
+        seed=noise_seed(config.seed, ROLLOUTS),
+        batch_size=size,
+        top_k=config.generate.top_k if carries_scores(config) else 0,
+        watch=watch,
+    )
     prompts = splits.train
 
     def answer(rows: range) -> list[Record]:

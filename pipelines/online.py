@@ -7,6 +7,7 @@ done).
 import os
 import signal
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -17,11 +18,13 @@ from draftkit.artifacts import locked, provenance, write_json
 from draftkit.config import DRAFTED_NAMES, Config
 from draftkit.data.rollouts import read_parts
 from draftkit.distillation.assembly import load_teaching_target
+from draftkit.distillation.remote import RemoteTarget
+from draftkit.models.loading import Outline
 from draftkit.online.daemon import Daemon
 from draftkit.online.refit import Anchors, Refit, Update, make_refit
 
 from .command import run_command
-from .contexts import read_contexts
+from .contexts import read_contexts, teacher_of
 from .plan import ONLINE
 from .prepare import check_pair
 from .product import SUMMARY, plan
@@ -62,11 +65,11 @@ def check_drafter(config: Config) -> None:
             " hidden states, and no record has them"
         )
     match = config.decode.verification == "match"
-    if stored and (proposer == "argmax" or match):
+    if (stored or config.scored_by_engine) and (proposer == "argmax" or match):
         key = "decode.verification=match" if match else "decode.proposer=argmax"
         raise ValueError(
-            f"{key} needs online.teacher=target: stored scores do not tell how often its proposals"
-            " are accepted"
+            f"{key} needs the target's weights (online.teacher=target without target.urls): scores "
+            "of its likeliest ids do not tell how often such proposals are accepted"
         )
 
 
@@ -98,10 +101,15 @@ def watch(config: Config, folder: Path, stop: Event) -> None:
         print(f"online: clearing {folder} (overwrite=true)", flush=True)
         clear_service(config, SERVER)
     buffer = buffer_of(config, fingerprints)
-    target = load_teaching_target(
-        made.model(config, "target"), config.hardware, stored=config.online.teacher == "stored"
-    )
+    stored = config.online.teacher == "stored"
+    target: Outline
+    if config.scored_by_engine and not stored:
+        target = teacher_of(config, made)
+    else:
+        target = load_teaching_target(made.model(config, "target"), config.hardware, stored=stored)
     anchors = load_anchors(config, made)
+    if isinstance(target, RemoteTarget):
+        anchors = replace(anchors, held_out=target.scored(anchors.held_out))
     start = made.model(config, "draft")
     refits = [
         make_refit(

@@ -26,7 +26,17 @@ def given_model(key: str, config: Config) -> list[Product]:
 def carries_scores(config: Config) -> bool:
     """Whether rollouts carry the target's most likely ids, which it has in its hands."""
     options = config.generate
-    return bool(options.top_k) and not options.url and config.source.name == "target"
+    return bool(options.top_k) and not config.target.urls and config.source.name == "target"
+
+
+def written_by_engine(config: Config) -> bool | None:
+    """Whether engines write the target's texts, if they do."""
+    return bool(config.target.urls) or None
+
+
+def scored_by_engine(config: Config) -> bool | None:
+    """Whether they score texts, if they do."""
+    return config.scored_by_engine or None
 
 
 def counts_rollouts(config: Config) -> bool:
@@ -76,7 +86,8 @@ def shared_context(config: Config) -> int:
     Raises ValueError naming the model that is not there.
     """
     target, draft = config.target, config.draft
-    whole = context_of(ModelFolder(target).config)
+    # An engine that scores a text must have room for one token more.
+    whole = context_of(ModelFolder(target).config) - bool(target.urls)
     if draft.path is not None:
         return min(whole, context_of(ModelFolder(draft).config))
     of_target = draft.is_head or draft.shrink.layers
@@ -97,7 +108,7 @@ def answer_tokens(config: Config) -> int:
 
 
 # Where an engine answers, and to how many at a time, is no part of what it answers.
-ROLLOUTS = tuple(f"generate.{key}" for key in ("rollouts", "batch_size", "model"))
+ROLLOUTS = ("generate.rollouts", "generate.batch_size")
 
 DATA = Input(
     "data", lambda config: [Product(config, given=address_of_text(config.data, config.root))]
@@ -115,7 +126,7 @@ GENERATE = Stage(
     name="generate",
     reads=("seed", "data", "sampling", *ROLLOUTS),
     derived={
-        "by_engine": lambda config: config.generate.url is not None or None,
+        "by_engine": written_by_engine,
         "top_k": lambda config: config.generate.top_k if carries_scores(config) else None,
     },
     inputs=(TEXTS, TARGET_MODEL),
@@ -140,7 +151,7 @@ CONTEXTS = Stage(
         *("seed", "data", "sampling", "evaluate.prompts", "evaluate.validation_prompts"),
         "evaluate.max_new_tokens",
     ),
-    derived={"answer_tokens": answer_tokens},
+    derived={"answer_tokens": answer_tokens, "by_engine": written_by_engine},
     inputs=(TEXTS, TARGET_MODEL),
     version=2,
     shared=True,
@@ -152,7 +163,11 @@ SCORES = Stage(
         *("source.name", "evaluate.validation_prompts", "evaluate.max_new_tokens"),
         *ROLLOUTS,
     ),
-    derived={"generate.hidden_states": states_stored, "limit": lambda config: config.limit},
+    derived={
+        "generate.hidden_states": states_stored,
+        "limit": lambda config: config.limit,
+        "by_engine": scored_by_engine,
+    },
     inputs=(
         *(TEXTS, TARGET_MODEL, CONTEXTS),
         GENERATE.where(lambda config: config.source.name == "target"),
@@ -171,6 +186,7 @@ TRAIN = Stage(
     derived={
         "draft.head": head_settings,
         "generate.hidden_states": states_stored,
+        "by_engine": scored_by_engine,
         # settings of decoding, where a source's texts depend on them
         "decode.gamma": lambda config: (
             config.proposals if config.source.name in ("block", "replay") else None
@@ -182,8 +198,8 @@ TRAIN = Stage(
     inputs=(
         *PAIR_AND_TEXT,
         GENERATE.where(reads_rollouts),
-        SCORES.where(lambda config: config.generate.top_k > 0),
-        CONTEXTS.where(lambda config: config.generate.top_k == 0),
+        SCORES.where(lambda config: config.stores_scores),
+        CONTEXTS.where(lambda config: not config.stores_scores),
     ),
     product="draft",
     version=2,
@@ -196,6 +212,7 @@ JUDGED = (*PAIR_AND_TEXT, TRAINED)
 EVALUATE = Stage(
     name="evaluate",
     reads=("seed", "data", "sampling", "decode", "evaluate"),
+    derived={"by_engine": lambda c: c.teacher_top_k if c.scored_by_engine else None},
     inputs=(*JUDGED, CONTEXTS.under(at_temperatures)),
     version=5,
 )

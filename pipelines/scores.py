@@ -12,14 +12,16 @@ from draftkit.config import Config
 from draftkit.data.rollouts import read_parts, write_parts, write_records
 from draftkit.data.splits import read_splits
 from draftkit.distillation.progress import Countdown
+from draftkit.distillation.remote import RemoteTarget
 from draftkit.distillation.scores import SCORED_AT_ONCE, scored_by, texts_to_score
 from draftkit.distillation.sources import TrainingTexts
+from draftkit.models.adapter import Adapter
 from draftkit.models.heads import layers_read
 from draftkit.models.loading import load_target
 from draftkit.models.shapes import layer_count
 
 from .command import main
-from .contexts import read_contexts
+from .contexts import read_contexts, teacher_of
 from .plan import SCORES
 from .stage import StageFolder
 from .weights import gigabytes
@@ -42,8 +44,14 @@ def scores(config: Config, folder: StageFolder) -> dict[str, Any]:
     rollouts = read_parts(folder.inputs["generate"]) if "generate" in folder.inputs else None
     splits = read_splits(folder.inputs["texts"])
     records = texts_to_score(config, TrainingTexts(splits.train, splits.room, rollouts))
-    target, layers = load_target(folder.model(config, "target"), config.hardware).adapter, ()
+    layers: tuple[int, ...] = ()
+    target: Adapter | RemoteTarget
+    if config.scored_by_engine:
+        target = teacher_of(config, folder)
+    else:
+        target = load_target(folder.model(config, "target"), config.hardware).adapter
     if config.generate.hidden_states:
+        assert not isinstance(target, RemoteTarget)
         layers = layers_read(config.draft.kind, layer_count(target.model.config))
         some = records[:: max(1, len(records) // LOOKED_AT)]
         tokens = sum(len(one.prompt_ids) + len(one.output_ids) for one in some)

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from accelerate import PartialState
+from transformers import PreTrainedConfig
 
 from draftkit.config import Config
 from draftkit.data.lengths import shares_cut
@@ -19,17 +20,19 @@ from draftkit.distillation.assembly import (
     load_teaching_target,
 )
 from draftkit.distillation.fit import fit, with_warmup
+from draftkit.distillation.losses import NEEDS_FULL_SUPPORT
 from draftkit.distillation.ranks import is_first
 from draftkit.distillation.sources import TrainingTexts, check_source_of_head
 from draftkit.models.compatibility import declare_target
 from draftkit.models.devices import peak_bytes, resolve_device
 from draftkit.models.files import ModelFolder
 from draftkit.models.heads import head_class
+from draftkit.models.loading import Outline
 from draftkit.models.parallel import parallel_of
 from draftkit.tracking import FILE_NAME, read_metrics
 
 from .command import main
-from .contexts import read_contexts
+from .contexts import read_contexts, teacher_of
 from .plan import TEXTS, TRAIN
 from .prepare import check_pair
 from .product import complete_summary, plan
@@ -54,7 +57,27 @@ def check(config: Config) -> None:
             )
         check_learning_head(config, given is None or parallel_of(given) is not None)
         check_source_of_head(config)
+    if config.scored_by_engine:
+        check_teacher(config, given)
     _ = config.training_temperature  # which refuses a divergence that has no use when greedy
+
+
+def check_teacher(config: Config, given: PreTrainedConfig | None) -> None:
+    """Raise ValueError for what engines at `target.urls` cannot teach; `given`: the drafter's."""
+    why, source = "", config.source.name
+    if given is not None and head_class(given) is not None:
+        why = "shows no hidden states, which a head reads: give draft.kind too (eagle3, medusa)"
+    elif source == "replay":
+        why = "verifies no proposals: use another source than replay"
+    elif NEEDS_FULL_SUPPORT & config.divergence.names:
+        why = (
+            "names the ids that the target likes, and reverse KL needs those that the drafter "
+            "likes: use forward_kl, jsd or tvd"
+        )
+    elif config.sampling.repetition_penalty != 1:
+        why = "scores texts without a repetition penalty: use sampling.repetition_penalty=1"
+    if why:
+        raise ValueError(f"target.urls: an engine {why}")
 
 
 def train(config: Config, folder: StageFolder) -> dict[str, Any]:
@@ -75,12 +98,19 @@ def train(config: Config, folder: StageFolder) -> dict[str, Any]:
     scored = folder.inputs.get("scores")
     rollouts = folder.inputs.get("generate")
     splits = read_splits(folder.inputs["texts"])
-    target = load_teaching_target(
-        folder.model(config, "target"),
-        config.hardware,
-        stored=scored is not None,
-        framed=config.generate.hidden_states,
-    )
+    validation = read_contexts(scored or folder.inputs["contexts"], "validation")
+    target: Outline
+    if config.scored_by_engine and scored is None:
+        target = teacher_of(config, folder)
+        validation = target.scored(validation)
+        folder.note(target.tail_line(validation, temperature))
+    else:
+        target = load_teaching_target(
+            folder.model(config, "target"),
+            config.hardware,
+            stored=scored is not None,
+            framed=config.generate.hidden_states,
+        )
     fitted = fit(
         config,
         target=target,
@@ -91,7 +121,7 @@ def train(config: Config, folder: StageFolder) -> dict[str, Any]:
             read_parts(rollouts) if rollouts else None,
             read_parts(scored) if scored else None,
         ),
-        validation=read_contexts(scored or folder.inputs["contexts"], "validation"),
+        validation=validation,
         folder=folder.path,
         tracker=folder.tracker,
         note=folder.note,

@@ -65,14 +65,14 @@ def stage_bytes(config: Config, *, here: bool) -> dict[str, float]:
     # What LoRA trains is a share of the weights too small to count.
     learning = (FLOAT32 if config.draft.lora.rank else TRAINED) * draft
     judged = 2 if config.evaluate.draft == "trained" else 1
+    scoring = 0 if config.scored_by_engine else held
     cold = held + FLOAT32 * draft if config.draft.is_head else held
     return {
         "prepare": cold if config.draft.is_untrained else TRAINED * draft,
-        "generate": held if config.generate.url is None else 0,
-        "contexts": held,
-        "scores": held,
-        "train": learning + (0 if config.generate.top_k else held),
-        "evaluate": held + judged * proposing,
+        **dict.fromkeys(("generate", "contexts"), 0 if config.target.urls else held),
+        "scores": scoring,
+        "train": learning + (0 if config.stores_scores else scoring),
+        "evaluate": scoring + judged * proposing,
     }
 
 

@@ -56,6 +56,12 @@ def short_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("draftkit.evaluation.costs.SECONDS", 0.0)
 
 
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that does not answer is asked again at once."""
+    monkeypatch.setattr("draftkit.endpoint.FIRST_WAIT", 0.0)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Hide CUDA devices from all tests but those marked `gpu`, which run alone (`-m gpu`).
 

@@ -43,7 +43,7 @@ WRONG: dict[str, list[Any]] = {
     "source.refresh_steps": [0],
     "generate.rollouts": [0],
     "generate.batch_size": [0],
-    "generate.url": ["localhost:8000/v1", "http://me:secret@host/v1"],
+    "target.urls": [["localhost:8000/v1"], ["http://me:secret@host/v1"]],
     "decode.gamma": [-1, "best"],
     "decode.verification": ["lenient"],
     "decode.tree": [-1, 65],

@@ -57,10 +57,10 @@ def test_a_refusal_is_one_line_and_only_what_may_pass_is_asked_again(
     engine: Engine, status: int, retries: int, asked: int, words: str
 ) -> None:
     engine.failures = [status] * asked
-    words = f"^generate.url: .* answers /v1/completions by status {status}{words}"
+    words = f"^target.urls: .* answers /v1/completions by status {status}{words}"
     with (
         pytest.raises(ValueError, match=words) as error,
-        Endpoint("generate.url", engine.url, retries=retries) as server,
+        Endpoint("target.urls", engine.url, retries=retries) as server,
     ):
         server.ask(COMPLETIONS, {"prompt": [1]})
     assert "\n" not in str(error.value)
@@ -101,7 +101,7 @@ def test_no_more_are_under_way_than_allowed_and_results_keep_their_order() -> No
         under_way.remove(item)
         return item
 
-    with Endpoint("generate.url", "http://127.0.0.1:9") as server:
+    with Endpoint("target.urls", "http://127.0.0.1:9") as server:
         assert server.map(answer, range(7), at_once=3) == [*range(7)]
     assert most == 3
 
@@ -116,7 +116,7 @@ def test_the_first_refusal_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
     answer_by(monkeypatch, reply)
     with (
         pytest.raises(ValueError, match="by status 400"),
-        Endpoint("generate.url", "http://127.0.0.1:9", retries=9) as server,
+        Endpoint("target.urls", "http://127.0.0.1:9", retries=9) as server,
     ):
         server.map(lambda body: server.send(COMPLETIONS, body), [{}] * 99, at_once=2)
     assert len(asked) <= 4  # two at a time, and who was about to ask

@@ -108,13 +108,15 @@ def test_an_engine_over_http_gives_the_rollouts_of_the_decoder(root: Path) -> No
     ours = smoke(root, *greedy)
     plain = ensure(GENERATE, ours)
     target = load_target(models(ours)[0], ours.hardware)
-    with served(Engine(target.adapter, target.eos_token_ids, target.tokenizer.decode)) as engine:
-        http = [f"generate.url={engine.url}", "generate.batch_size=3"]
+    ends, tokenizer = target.eos_token_ids, target.tokenizer
+    engine = Engine(target.adapter, ends, tokenizer.decode, tokenizer.encode)
+    with served(engine):
+        http = [f"target.urls=[{engine.url}]", "generate.batch_size=3"]
         asked = smoke(root, *greedy, *http)
         folder = ensure(GENERATE, asked)
     expected = [replace(record, sampler="openai") for record in read_parts(plain)]
     assert list(read_parts(folder)) == expected
-    assert {request["model"] for request in engine.asked} == {models(ours)[0].path}
+    assert {request["model"] for request in engine.asked} == {"tiny"}
     # Complete: nobody is asked again, not even at another address.
-    elsewhere = replace(asked, generate=replace(asked.generate, url="http://127.0.0.1:9/v1"))
+    elsewhere = replace(asked, target=replace(asked.target, urls=["http://127.0.0.1:9/v1"]))
     assert ensure(GENERATE, elsewhere) == folder

@@ -14,7 +14,13 @@ from draftkit.config.text import (
     SamplingConfig,
     TargetConfig,
 )
-from draftkit.config.training import DivergenceConfig, GenerateConfig, OptimConfig, SourceConfig
+from draftkit.config.training import (
+    USUAL_TOP_K,
+    DivergenceConfig,
+    GenerateConfig,
+    OptimConfig,
+    SourceConfig,
+)
 
 SERVERS = ("with", "without")  # a drafter: the keys of `certify`
 MOST_SEED = 2**32 - 1  # with the number of an epoch beside it, a seed still is one of 64 bits
@@ -100,6 +106,24 @@ class Config(Section, key=""):
         if self.decode.gamma == "auto" and in_one_pass:
             return draft.head.tokens
         return self.decode.proposals
+
+    @property
+    def scored_by_engine(self) -> bool:
+        """Whether the engines of `target.urls` stand for the target's weights. A head reads its
+        hidden states, which they do not tell."""
+        return bool(self.target.urls) and not self.draft.is_head
+
+    @property
+    def teacher_top_k(self) -> int:
+        """Likeliest ids of a token that an engine is asked for."""
+        return self.generate.top_k or USUAL_TOP_K
+
+    @property
+    def stores_scores(self) -> bool:
+        """Whether scores lie with the texts that are learned; an engine scores new ones as they
+        come."""
+        is_new = self.source.name not in ("target", "fixed")
+        return self.generate.top_k > 0 and not (self.scored_by_engine and is_new)
 
     @property
     def training_temperature(self) -> float:

@@ -142,6 +142,16 @@ class TargetConfig(ModelConfig, key="target"):
     path: str | None = setting(
         EMBEDDED, f"as draft.path; {EMBEDDED}: a small one that comes with the package"
     )
+    urls: list[str] = setting(
+        [], "addresses of vLLM that serves it, and writes and scores texts (key: OPENAI_API_KEY)"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for url in self.urls:
+            rule = "be addresses of APIs, as http://127.0.0.1:8000"
+            require(url.startswith(("http://", "https://")), "target.urls", rule, url)
+            require("@" not in url, "target.urls", "hold no password", "...@...")
 
 
 @dataclass(kw_only=True)

@@ -17,6 +17,7 @@ from draftkit.config.choices import (
 )
 
 WORTH_COMPILING = 200  # steps
+USUAL_TOP_K = 20  # ids that vLLM names without --max-logprobs
 
 
 @dataclass(kw_only=True)
@@ -85,24 +86,19 @@ class GenerateConfig(Section, key="generate"):
     rollouts: int = positive(1024, "training prompts that the target answers")
     batch_size: int = positive(128, "prompts at a time; of an engine: requests")
     top_k: int = setting(
-        0, "likeliest ids stored with every token, to train without the target; 0: none", "[0, inf)"
+        0,
+        "likeliest ids stored with every token, to train without the target; 0: none. Of a teacher "
+        "at target.urls, so many are asked for; 0: 20, vLLM's --max-logprobs",
+        "[0, inf)",
     )
     hidden_states: bool = setting(
         False, "store beside them, in bfloat16, what a head reads of the target at every token"
     )
-    url: str | None = setting(
-        None, "address of vLLM or SGLang to make them (key: OPENAI_API_KEY); null: our decoder"
-    )
-    model: str | None = setting(None, "the name that this server serves; null: target.path")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        url = self.url or "http://"
-        rule = "be the address of an API, as http://127.0.0.1:8000/v1"
-        self.require(url.startswith(("http://", "https://")), "url", rule)
         stored = self.top_k > 0 or not self.hidden_states
         self.require(stored, "hidden_states", "be false without generate.top_k")
-        require("@" not in url, "generate.url", "hold no password", "...@...")
 
 
 def has_compiler() -> bool:

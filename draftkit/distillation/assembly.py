@@ -19,8 +19,15 @@ from draftkit.config import (
     OptimConfig,
     TargetConfig,
 )
-from draftkit.distillation.losses import Objective, StoredTeacher, TargetTeacher, Teacher
+from draftkit.distillation.losses import (
+    Objective,
+    RemoteTeacher,
+    StoredTeacher,
+    TargetTeacher,
+    Teacher,
+)
 from draftkit.distillation.ranks import join_group
+from draftkit.distillation.remote import RemoteTarget
 from draftkit.distillation.trainer import Trainer
 from draftkit.models.adapter import Adapter
 from draftkit.models.heads import EAGLE3
@@ -93,8 +100,11 @@ def make_trainer(
     divergence = config.divergence
     teacher: Teacher | None = None
     if loss is not None or divergence.names != {"next_token"} or draft.reads:
-        known = isinstance(target, Target)
-        teacher = TargetTeacher(target.adapter) if known else StoredTeacher()
+        teacher = StoredTeacher()
+        if isinstance(target, Target):
+            teacher = TargetTeacher(target.adapter)
+        elif isinstance(target, RemoteTarget):
+            teacher = RemoteTeacher(target, config.training_temperature)
     return Trainer(
         draft,
         teacher,

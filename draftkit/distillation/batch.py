@@ -109,6 +109,15 @@ class Batch:
         return self.generated(self.input_ids)
 
     @property
+    def texts(self) -> list[TokenSequence]:
+        """The rows up to the last token that was generated."""
+        texts = []
+        for ids, mask in zip(self.input_ids.tolist(), self.loss_mask.tolist(), strict=True):
+            end = max((number for number, generated in enumerate(mask, 1) if generated), default=1)
+            texts.append(TokenSequence(ids[:end], mask[:end]))
+        return texts
+
+    @property
     def entries(self) -> Chains:
         """The rows as a plain draft reads them: each entry predicts one of the M, in order."""
         order = torch.arange(int(self.predicting.sum()), device=self.input_ids.device)

@@ -80,7 +80,7 @@ def fit(
     ranks = trainer.accelerator
     source = make_source(
         config,
-        target if isinstance(target, Target) else None,
+        target,
         trainer.draft,
         texts,
         rank=ranks.process_index,
@@ -123,7 +123,8 @@ def validated(
     if isinstance(target, Target):
         scored = score_contexts(target.adapter, draft, records, **how)
     else:
-        scored, missing = score_stored(draft, records, **how)
+        known = not config.scored_by_engine
+        scored, missing = score_stored(draft, records, tails_known=known, **how)
         metrics["alpha_error_bound"] = float(missing.sum() / scored.counts.sum())
     by_mode = estimates(scored)
     alpha, chosen = by_mode["alpha"], "alpha"

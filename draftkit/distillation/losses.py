@@ -33,6 +33,7 @@ from torch.nn import functional
 
 from draftkit.config import DivergenceConfig, SamplingConfig
 from draftkit.distillation.batch import Batch
+from draftkit.distillation.remote import RemoteTarget
 from draftkit.models.adapter import Adapter, Head
 from draftkit.theory.divergences import DIVERGENCES, Divergence
 from draftkit.theory.truncation import coarse_draft, coarse_target
@@ -218,7 +219,26 @@ class StoredTeacher:
         return TopKScores(*parts), batch.features if layers else None
 
 
-Teacher = TargetTeacher | StoredTeacher
+@dataclass(frozen=True)
+class RemoteTeacher:
+    """Asks the engines that serve the target for its scores. temperature: of the loss."""
+
+    target: RemoteTarget
+    temperature: float
+
+    def score(
+        self, batch: Batch, layers: tuple[int, ...] = ()
+    ) -> tuple[TargetScores, Tensor | None]:
+        """Those of the generated tokens of `batch`. A head has no teacher that shows no layers."""
+        assert not layers
+        ids, log_probs = self.target.scores(batch.texts)
+        tail = self.target.tail(log_probs, self.temperature)
+        device = batch.input_ids.device
+        known = (ids.to(device), log_probs.float().to(device), tail.float().to(device))
+        return TopKScores(*known), None
+
+
+Teacher = TargetTeacher | StoredTeacher | RemoteTeacher
 
 
 @cache

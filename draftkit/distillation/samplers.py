@@ -18,11 +18,11 @@ from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.generation import DRAFT_ID, Watch, decode, finish
 from draftkit.decoding.proposers import drafting
 from draftkit.decoding.state import Request
+from draftkit.distillation.remote import RemoteTarget
 from draftkit.endpoint import COMPLETIONS, OTHERWISE, Endpoint, completion
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import Target
 
-RETRIES = 7  # half a minute in all: an engine that is started anew is waited for
 SCRATCH = 2  # cache slots behind the text, in plain decoding
 ROLLOUTS, VALIDATION, TEST = "rollouts", "validation", "test"  # uses of the target's answers
 
@@ -147,15 +147,14 @@ class DecoderSampler(Limits):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpenAISampler(Limits):
-    """Asks vLLM or SGLang at `url` for answers of `model`, `batch_size` at a time.
+class RemoteSampler(Limits):
+    """Asks the engines of a remote `target` for its answers, `batch_size` at a time.
 
     Prompts travel as token ids, and answers come back as ids (`return_token_ids`): a text that is
     tokenised again may be other tokens than were sampled. What is served there is not checked.
     """
 
-    url: str  # as http://127.0.0.1:8000/v1
-    model: str
+    target: RemoteTarget
     name: str = "openai"
 
     def sample(
@@ -166,7 +165,7 @@ class OpenAISampler(Limits):
         Raises ValueError, one line, where the engine does not answer or not to what was asked.
         """
         requests = self.requests(prompts, rows)
-        with Endpoint("generate.url", self.url, retries=RETRIES) as engine:
+        with self.target.opened() as engine:
             answers = engine.map(partial(self._answer, engine), requests, at_once=self.batch_size)
         return self.records(requests, answers, version)
 
@@ -174,8 +173,8 @@ class OpenAISampler(Limits):
         """The answer to `request`, to its first end or the limit."""
         prompt, limit, ends = list(request.prompt_ids), request.max_new_tokens, self.eos_token_ids
         body = completion(prompt, request.sampling, limit=limit, seed=request.seed, row=request.row)
-        body |= {"model": self.model, "return_token_ids": True}
-        response = await engine.send(COMPLETIONS, body)
+        body |= {"model": self.target.model, "return_token_ids": True}
+        response = await engine.send(COMPLETIONS, body, at=request.row)
         try:
             choice = response.json()["choices"][0]
             if choice.get("prompt_token_ids") not in (None, prompt):
@@ -183,7 +182,7 @@ class OpenAISampler(Limits):
             if choice.get("token_ids") is None and choice["text"] is not None:
                 raise engine.failure(
                     "returns text without token ids, of which nobody knows what was sampled: "
-                    "use an engine that returns ids (vLLM, SGLang)"
+                    "use vLLM"
                 )
             output = list(choice["token_ids"])
             if choice.get("finish_reason") == "stop":
@@ -197,7 +196,7 @@ class OpenAISampler(Limits):
         return {"output_ids": output[: min(length, limit)]}
 
 
-Sampler = DecoderSampler | OpenAISampler
+Sampler = DecoderSampler | RemoteSampler
 
 
 def noise_seed(seed: int, use: str) -> int:
@@ -231,7 +230,7 @@ def check_top_k(k: int, vocab_size: int) -> None:
 
 
 def target_sampler(
-    target: Target,
+    target: Target | RemoteTarget,
     sampling: SamplingConfig,
     room: Room,
     *,
@@ -239,25 +238,27 @@ def target_sampler(
     batch_size: int,
     top_k: int = 0,
     watch: Watch | None = None,
-) -> DecoderSampler:
-    """The target, sampled as it is served. room: of an answer, and of prompt and answer."""
+) -> Sampler:
+    """The target, sampled as it is served. room: of an answer, and of prompt and answer.
+
+    An engine stores no `top_k`, and lets nobody `watch`.
+    """
+    limits: dict[str, Any] = {
+        "sampling": sampling,
+        "eos_token_ids": target.eos_token_ids,
+        "max_new_tokens": room.new,
+        "max_length": room.total,
+        "batch_size": batch_size,
+        "seed": seed,
+    }
+    if isinstance(target, RemoteTarget):
+        return RemoteSampler(target=target, **limits)
     check_top_k(top_k, target.adapter.vocab_size)
-    return DecoderSampler(
-        model=target.adapter,
-        name="target",
-        sampling=sampling,
-        eos_token_ids=target.eos_token_ids,
-        max_new_tokens=room.new,
-        max_length=room.total,
-        batch_size=batch_size,
-        seed=seed,
-        top_k=top_k,
-        watch=watch,
-    )
+    return DecoderSampler(model=target.adapter, name="target", top_k=top_k, watch=watch, **limits)
 
 
 def target_answers(
-    target: Target,
+    target: Target | RemoteTarget,
     examples: Sequence[Example],
     config: Config,
     use: str,

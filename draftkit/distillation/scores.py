@@ -14,6 +14,7 @@ from draftkit.data.rollouts import Record
 from draftkit.data.store import Lazy
 from draftkit.distillation.batch import collate, continued
 from draftkit.distillation.chunked import chunks
+from draftkit.distillation.remote import RemoteTarget
 from draftkit.distillation.samplers import check_top_k
 from draftkit.distillation.sources import TrainingTexts, completed
 from draftkit.models.adapter import Adapter
@@ -47,7 +48,7 @@ def texts_to_score(config: Config, texts: TrainingTexts) -> Sequence[Record]:
 
 
 def scored_by(
-    target: Adapter,
+    target: Adapter | RemoteTarget,
     records: Sequence[Record],
     *,
     top_k: int,
@@ -58,11 +59,17 @@ def scored_by(
     """`records` with the target's `top_k` most likely ids, for a loss at `temperature`.
 
     Those that carry them need no pass of the target, except for its hidden states of `layers`.
-    `watch` hears how many are done.
+    `watch` hears how many are done. An engine names as many ids as it is opened for.
     """
     scored: list[Record] = []
-    for first in range(0, len(records), SCORED_AT_ONCE):
-        lot = records[first : first + SCORED_AT_ONCE]
+    remote = isinstance(target, RemoteTarget)
+    size = max(SCORED_AT_ONCE, target.at_once) if remote else SCORED_AT_ONCE
+    for first in range(0, len(records), size):
+        lot = records[first : first + size]
+        if isinstance(target, RemoteTarget):
+            scored += target.scored(lot, loss_temperature=temperature)
+            watch(len(scored))
+            continue
         known = None if layers else sampled_scores(lot, loss_temperature=temperature)
         scored += known or stored_scores(
             target, lot, k=top_k, loss_temperature=temperature, layers=layers

@@ -33,7 +33,7 @@ from draftkit.distillation.batch import (
 )
 from draftkit.distillation.samplers import DecoderSampler, Sampler, noise_seed
 from draftkit.models.adapter import Adapter
-from draftkit.models.loading import Target
+from draftkit.models.loading import Outline, Target
 from draftkit.theory.noise import ACCEPT, uniform
 
 Item = TypeVar("Item")
@@ -126,14 +126,14 @@ class Source:
 
 def make_source(
     config: Config,
-    target: Target | None,
+    target: Outline,
     draft: Adapter,
     texts: TrainingTexts,
     *,
     rank: int = 0,
     ranks: int = 1,
 ) -> Source:
-    """The sequences that `source` names. Texts that do not change need no target."""
+    """The sequences that `source` names, for which most need no weights of the target."""
     source, seed = config.source, config.seed
     shape: dict[str, Any] = {
         "batch_size": config.optim.rows_of_a_process * ranks,
@@ -150,7 +150,6 @@ def make_source(
         return Source(
             in_turn(stored_sequences(texts, source.name), lambda text: len(text.token_ids)), **shape
         )
-    assert target is not None, source.name
     check_sampled(config, draft)
     if source.name == "block":
         assert texts.rollouts is not None
@@ -207,7 +206,7 @@ def check_sampled(config: Config, draft: Adapter) -> None:
         )
 
 
-def source_sampler(config: Config, target: Target, draft: Adapter, room: Room) -> Sampler:
+def source_sampler(config: Config, target: Outline, draft: Adapter, room: Room) -> Sampler:
     """Who samples for a source in which the draft has a part."""
     source = config.source
     rows = config.optim.rows_of_a_process * source.refresh_steps
@@ -223,6 +222,7 @@ def source_sampler(config: Config, target: Target, draft: Adapter, room: Room) -
         "seed": noise_seed(config.seed, "draft"),
     }
     if source.name == "replay":
+        assert isinstance(target, Target)
         limits |= {"name": "speculative", "gamma": config.proposals}
         verification = config.decode.verification
         return DecoderSampler(
@@ -230,7 +230,7 @@ def source_sampler(config: Config, target: Target, draft: Adapter, room: Room) -
         )
     if source.name == "block" and (draft.reads or draft.parallel is not None):
         limits |= {"name": "draft", "gamma": new, "is_block": True}
-        verifier = target.adapter if draft.reads else draft
+        verifier = target.adapter if isinstance(target, Target) and draft.reads else draft
         return DecoderSampler(model=verifier, draft=draft, **limits)
     return DecoderSampler(model=draft, name="draft", compiled=config.optim.compiles, **limits)
 

@@ -44,7 +44,7 @@ from draftkit.theory.acceptance import (
     sampled_acceptance,
     sampled_share,
 )
-from draftkit.theory.truncation import alpha_bounds, coarse_target
+from draftkit.theory.truncation import alpha_bounds, coarse_target, tail_bounds
 
 # Of engines that cut the target by top-k and top-p and the draft not: `alpha` with such a q.
 UNCUT = "alpha_uncut_draft"
@@ -213,13 +213,19 @@ def _side_by_side(columns: Sequence[Tensor], is_chained: bool) -> Tensor:
 
 @torch.inference_mode()
 def score_stored(
-    draft: Adapter, contexts: Sequence[Record], *, sampling: SamplingConfig | None, batch_size: int
+    draft: Adapter,
+    contexts: Sequence[Record],
+    *,
+    sampling: SamplingConfig | None,
+    batch_size: int,
+    tails_known: bool = True,
 ) -> tuple[PromptTotals, Tensor]:
     """Alpha of `draft` on contexts with stored scores of the target, which need not be in memory.
 
     Counts what both surely give to the stored ids, so that alpha is never overstated; returned with
     it, by prompt [P]: the most that is missing, summed over positions (`alpha_bounds`). Shares are
-    of all tokens in the position of the one that came. Raises
+    of all tokens in the position of the one that came. tails_known: the mass of all other ids was
+    taken of the whole law; else it is bounded, as an engine tells the ids alone. Raises
     ValueError under a repetition penalty, of which stored scores know nothing.
     """
     device, totals, missing, shares = draft.device, [], [], []
@@ -235,17 +241,24 @@ def score_stored(
                     "generate.top_k: stored scores do not know a repetition penalty: use"
                     " generate.top_k=0"
                 )
-            ids = torch.tensor(context.topk_ids, device=device)
+            ids, temperature = torch.tensor(context.topk_ids, device=device), served.temperature
+            log_probs = torch.tensor(context.topk_log_probs, device=device)
+            tails = [torch.tensor(context.tail_mass, device=device)] * 2
+            if not tails_known:
+                bounds = tail_bounds(log_probs, temperature or 1.0, draft.vocab_size)
+                tails = [one.to(log_probs) for one in bounds]
+            # Both ends on one scale, that of the kept ids, whatever lies outside them.
             least, most = (
                 coarse_target(
-                    torch.tensor(context.topk_log_probs, device=device),
-                    torch.tensor(context.tail_mass, device=device),
-                    temperature=served.temperature or 1.0,
-                    top_k=served.top_k if served.temperature > 0 else 1,
-                    top_p=served.top_p if served.temperature > 0 else 1.0,
+                    log_probs,
+                    tail,
+                    temperature=temperature or 1.0,
+                    top_k=served.top_k if temperature > 0 else 1,
+                    top_p=served.top_p if temperature > 0 else 1.0,
                     least=least,
                 )
-                for least in (True, False)
+                - torch.log1p(-tail)[:, None]
+                for tail, least in zip(tails, (True, False), strict=True)
             )
             columns = []
             for position, (law,) in enumerate(positions):

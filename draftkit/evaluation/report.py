@@ -83,6 +83,23 @@ def evaluation_table(summary: dict[str, Any]) -> Table:
     return table
 
 
+def bounds_table(summary: dict[str, Any]) -> Table:
+    """What is sure of each draft where an engine alone scores, at every temperature."""
+    title = f"at least, by the scores of an engine; {sample_text(summary['alpha'])}"
+    note = f"{VERDICTS[summary['verdict']]}: {summary['reason']}"
+    labels = Column("T", justify="right"), Column("", no_wrap=True)
+    shown = [k for k in ("2", "4", "8") if k in summary["acceptance_length_by_k"]]
+    heads = "alpha", "may be missing", "gain", *(f"tau, K={k}" for k in shown)
+    table = Table(*labels, *map(numeric, heads), title=title, caption=note, min_width=72, **BARE)
+    for temperature, judged in summary["by_temperature"].items():
+        for name, one in drafts_in(judged).items():
+            gain = signed(one["alpha_gain"]) if "alpha_gain" in one else ""
+            lengths = (f"{one['acceptance_length_by_k'][k]['mean']:.2f}" for k in shown)
+            missing = f"{one['alpha_error_bound']:.3f}"
+            table.add_row(temperature, name, interval(one["alpha"]), missing, gain, *lengths)
+    return table
+
+
 WAYS = {"prompt_lookup": "prompt lookup", "hybrid": "drafter + prompt lookup"}
 WAYS["before"] = "drafter before"
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from draftkit.config import Config, SamplingConfig
 from draftkit.decoding.catalogue import served_mode
@@ -35,6 +36,10 @@ from draftkit.theory.speedup import break_even_alpha, ceiling, largest
 
 CHOICE = 0.002  # how often one of the ways beside the judged one is named though none gains
 UNCHECKED = "; whether it is lossless was not checked"
+UNTIMED = (
+    "the target is behind HTTP (target.urls), so nothing was decoded and timed here: count in the "
+    "engine by measure_engine, or evaluate with the target's weights"
+)
 DEPLOY, DO_NOT_DEPLOY, INCONCLUSIVE = "deploy", "do_not_deploy", "inconclusive"
 
 
@@ -139,6 +144,33 @@ def summarise(
         "verdict": decision,
         "reason": reason,
     }
+
+
+def bounded(judged: Mapping[str, tuple[PromptTotals, Tensor]], config: Config) -> dict[str, Any]:
+    """What `score_stored` says of the last of the drafts, beside that of the one before it.
+
+    `alpha` and `acceptance_length_by_k` are what is sure, `alpha_error_bound` what may be missing.
+    """
+    summaries = []
+    for scored, missing in judged.values():
+        taus = taus_of(scored, "alpha")
+        lengths = {str(k): acceptance_length(tau, k).as_dict() for k, tau in enumerate(taus, 1)}
+        summaries.append(
+            {
+                "alpha": scored.alpha.as_dict(),
+                "alpha_error_bound": float(missing.sum() / scored.counts.sum()),
+                "acceptance_length_by_k": lengths,
+                "gamma": config.proposals,
+                "proposer": config.decode.proposer,
+                "batch_size": config.evaluate.timing_batch_size,
+                "verdict": INCONCLUSIVE,
+                "reason": UNTIMED,
+            }
+        )
+    if len(summaries) == 1:
+        return summaries[0]
+    (before, _), (after, _) = judged.values()
+    return {**summaries[-1], "before": summaries[0], "alpha_gain": after.gain(before).as_dict()}
 
 
 def by_number(

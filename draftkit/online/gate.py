@@ -23,6 +23,7 @@ from torch import Tensor
 
 from draftkit.config.service import LEAST_PROMPTS
 from draftkit.data.rollouts import Record
+from draftkit.distillation.remote import RemoteTarget
 from draftkit.evaluation.alpha import PromptTotals, score_contexts, score_stored
 from draftkit.evaluation.intervals import Estimate, gain_p_value
 from draftkit.evaluation.laws import is_chained
@@ -60,7 +61,8 @@ class Judge:
     """Scores weights on records in the precision in which they will be served.
 
     `draft` is a model of the judge's own, into which weights are copied. With `target` alpha is
-    exact; without it the records' stored scores serve, and alpha counts what is certain. What is
+    exact; without it the records' stored scores serve, or those that `engines` give them, and alpha
+    counts what is certain. What is
     gated is the mode of acceptance that is served, under the name alpha: `alpha_greedy_draft` where
     the draft's argmax is proposed, which only a target can score. Of a parallel draft, and
     of a head, it is the tokens a pass of the target, since acceptance differs by position.
@@ -70,6 +72,7 @@ class Judge:
     target: Adapter | None
     batch_size: int
     acceptance: str = "alpha"
+    engines: RemoteTarget | None = None
 
     @property
     def measure(self) -> str:
@@ -80,14 +83,20 @@ class Judge:
         """Whether what is known of `record` suffices."""
         if self.target is not None:
             return True
-        return record.topk_ids is not None and record.sampling["repetition_penalty"] == 1
+        known = self.engines is not None or record.topk_ids is not None
+        return known and record.sampling["repetition_penalty"] == 1
+
+    def completed(self, records: Sequence[Record]) -> Sequence[Record]:
+        """`records` with the scores of the engines, where these stand for the target."""
+        return self.engines.scored(records) if self.engines and records else records
 
     def score(self, weights: dict[str, Tensor], records: Sequence[Record]) -> PromptTotals:
         """Sums by record of the draft with `weights`."""
         self.draft.load_weights(weights)
         options: dict[str, Any] = {"sampling": None, "batch_size": self.batch_size}
         if self.target is None:
-            scored = score_stored(self.draft, records, **options)[0]
+            known = self.engines is None
+            scored = score_stored(self.draft, records, tails_known=known, **options)[0]
         else:
             scored = score_contexts(self.target, self.draft, records, **options)
         if is_chained(self.draft):

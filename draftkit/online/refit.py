@@ -27,6 +27,7 @@ from draftkit.decoding.catalogue import served_mode
 from draftkit.distillation.assembly import load_learner, make_trainer
 from draftkit.distillation.batch import TokenSequence, collate, sequence_of_record
 from draftkit.distillation.loop import load_checkpoint, save_checkpoint
+from draftkit.distillation.remote import RemoteTarget
 from draftkit.distillation.trainer import Trainer
 from draftkit.evaluation.alpha import PromptTotals
 from draftkit.models.loading import Outline, Target, load_draft, save_draft, with_path
@@ -292,7 +293,7 @@ class Refit:
     def _test(self, trainer: Trainer, base: Version) -> Verdict:
         """The verdict on the weights as they are."""
         gate, weights = self.settings.gate, merged_weights(trainer.draft.model)
-        traffic, _ = self._scorable(gate.records, held_out=True)
+        traffic = self.judge.completed(self._scorable(gate.records, held_out=True)[0])
         after = self.judge.score(weights, traffic)
         before = self.judge.score(self.registry.read(base), traffic)
         anchor_after = anchor_first = None
@@ -334,6 +335,7 @@ class Refit:
             earlier = self.registry.read(self.registry.version(base.parent))
         except ValueError:
             return None  # deleted or damaged
+        fresh = self.judge.completed(fresh)
         before = self.judge.score(earlier, fresh)
         now = self.judge.score(self.registry.read(base), fresh)
         self.state["alphas"][base.name] = now.alpha.as_dict()
@@ -391,6 +393,7 @@ def make_refit(
     proposer = "sampled" if config.decode.proposer == "hybrid" else config.decode.proposer
     mode = served_mode(replace(config.decode, proposer=proposer)) or "alpha"
     knows = target.adapter if isinstance(target, Target) else None
+    engines = target if isinstance(target, RemoteTarget) else None
 
     def trainer_of(path: Path) -> Trainer:
         draft = load_learner(with_path(start, path), target)
@@ -407,12 +410,13 @@ def make_refit(
             knows,
             batch_size=config.evaluate.batch_size,
             acceptance=mode,
+            engines=engines,
         ),
         anchors=anchors,
         settings=config.online,
         folder=folder,
         seed=config.seed,
-        stored_at=config.training_temperature if knows is None else None,
+        stored_at=None if knows or engines else config.training_temperature,
     )
 
 

@@ -9,6 +9,7 @@ vocabulary (data processing), and alpha within `alpha_bounds`.
 Shapes: M tokens, k kept ids, V vocabulary. Probabilities in nats; at least float32.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -58,6 +59,28 @@ def most_likely_served(
 def _outside(log_probs: Tensor, ids: Tensor) -> Tensor:
     """The log-mass [M] of all ids but `ids` [M, k], which must not be all there are."""
     return log_probs.scatter(-1, ids, -torch.inf).logsumexp(-1)
+
+
+def tail_bounds(log_probs: Tensor, temperature: float, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """The least and the most [M] that the mass outside k kept ids can be at `temperature`.
+
+    log_probs: [M, k] of the most likely ids at temperature 1, descending. The others share the rest
+    of the mass, each with at most the smallest of these. A sum of powers p^(1 / T) is extreme where
+    they share it alike, and where as few as can be have all of it; at temperature 1 both are equal.
+    """
+    log_probs = log_probs.double()
+    rest = (1 - log_probs.exp().sum(-1)).clamp(min=0)
+    if temperature == 1:
+        return rest, rest
+    power, others = 1 / temperature, vocab_size - log_probs.shape[-1]
+    largest = log_probs[:, :1]
+    kept = (power * (log_probs - largest)).exp().sum(-1)
+    alike = power * (rest / others).log() + math.log(others)
+    few = rest.log() + (power - 1) * log_probs[:, -1]
+    few = few.masked_fill(rest == 0, -torch.inf)  # where a kept id has no mass either
+    masses = [(one - power * largest[:, 0]).exp() for one in (alike, few)]
+    shares = [one / (kept + one) for one in masses]
+    return torch.minimum(*shares), torch.maximum(*shares)
 
 
 def coarse_target(

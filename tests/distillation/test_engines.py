@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from draftkit.config import SamplingConfig
-from draftkit.distillation.samplers import RETRIES, DecoderSampler, OpenAISampler
+from draftkit.distillation.remote import RETRIES
+from draftkit.distillation.samplers import DecoderSampler, RemoteSampler
 from tests import tiny
-from tests.distillation.serving import Engine, served
+from tests.distillation.serving import Engine, remote, served
 
 GREEDY = SamplingConfig(temperature=0.0)
 TOKENIZER = tiny.byte_tokenizer()
@@ -41,8 +42,8 @@ def engine(model, ends):
 
 
 def sampler_of(engine, at_once=3, **changes):
-    given = {"url": engine.url, "model": "tiny", "eos_token_ids": engine.eos_token_ids}
-    return OpenAISampler(**given | LIMITS | {"batch_size": at_once} | changes)
+    given = {"target": remote(engine), "eos_token_ids": engine.eos_token_ids}
+    return RemoteSampler(**given | LIMITS | {"batch_size": at_once} | changes)
 
 
 def test_greedy_answers_are_those_of_the_decoder(engine, model):
@@ -103,7 +104,7 @@ def test_a_busy_engine_is_asked_again(engine):
 )
 def test_a_refusal_or_no_completion_is_one_line_and_not_asked_again(engine, engine_says, words):
     vars(engine).update(engine_says)
-    with pytest.raises(ValueError, match=rf"^generate\.url: .*{words}") as error:
+    with pytest.raises(ValueError, match=rf"^target\.urls: .*{words}") as error:
         sampler_of(engine).sample(PROMPTS[:1], rows=[0], version="")
     assert "\n" not in str(error.value)
     assert len(engine.asked) == 1

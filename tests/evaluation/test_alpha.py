@@ -169,7 +169,7 @@ def test_bounds_of_stored_scores_hold_the_alpha_of_the_whole_target(cut, k, wide
     ]
 
     class Given:
-        parallel, reads = None, ()
+        parallel, reads, vocab_size = None, (), 60
 
         device = torch.device("cpu")
 
@@ -181,6 +181,16 @@ def test_bounds_of_stored_scores_hold_the_alpha_of_the_whole_target(cut, k, wide
     assert (gap >= -1e-5).all()  # stored in float32
     assert (gap <= missing + 1e-5).all()
     assert float(missing.mean()) <= wide + 1e-6
+    # Where the ids alone are known, the mass outside them is bounded too.
+    loose, more = score_stored(
+        Given(), positions, sampling=sampling, batch_size=len(positions), tails_known=False
+    )
+    gap = torch.minimum(p, q).sum(-1) - loose.totals["alpha"]
+    assert (gap >= -1e-5).all()
+    assert (gap <= more + 1e-5).all()
+    assert (loose.totals["alpha"] <= scored.totals["alpha"] + 1e-5).all()
+    if sampling.temperature in (0, 1) or 0 < sampling.top_k <= k:  # all of it is known there
+        torch.testing.assert_close(more, missing, atol=1e-5, rtol=0)
     if not cut:  # then no more is unknown than the draft has outside
         assert (missing <= 1 - q.gather(-1, ids).sum(-1) + 1e-5).all()
 

@@ -10,6 +10,7 @@ from draftkit.theory.truncation import (
     coarse_target,
     most_likely,
     most_likely_served,
+    tail_bounds,
 )
 from draftkit.theory.warping import SamplingParams, warp
 
@@ -26,6 +27,25 @@ def logits():
 def stored(logits, k, temperature):
     ids, log_probs, (tail,) = most_likely(logits, k, [temperature])
     return ids, log_probs, tail
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.3, 0.8, 1.7])
+@pytest.mark.parametrize("k", [1, 4, 11])
+def test_the_mass_of_other_ids_lies_within_its_bounds_and_reaches_them(logits, k, temperature):
+    _, log_probs, tail = stored(logits[0], k, temperature)
+    least, most = tail_bounds(log_probs, temperature, VOCAB)
+    assert (least <= tail + 1e-12).all()
+    assert (tail <= most + 1e-12).all()
+    assert bool((most == least).all()) == (temperature == 1)
+    # One end where the others are alike, the other where one alone has all that they have.
+    alike = torch.tensor([[0.5, *[0.5 / (VOCAB - 1)] * (VOCAB - 1)]]).double().log()
+    alone = torch.tensor([[0.4, 0.3, 0.3, *[0.0] * (VOCAB - 3)]]).double().log()
+    for law, kept in ((alike, 1), (alone, 2)):
+        own = law.clamp(min=-1e9).softmax(-1).log()[:, :kept]
+        (low, high) = tail_bounds(own, temperature, VOCAB)
+        served = (law / temperature).softmax(-1)
+        rest = 1 - served[:, :kept].sum(-1)
+        assert torch.minimum((rest - low).abs(), (rest - high).abs()) < 1e-9
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])

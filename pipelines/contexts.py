@@ -20,7 +20,7 @@ from draftkit.evaluation.intervals import LEAST_UNITS
 from draftkit.models.loading import Target, load_target
 
 from .command import main
-from .plan import CONTEXTS, answer_tokens, shared_context
+from .plan import CONTEXTS, answer_tokens
 from .stage import StageFolder
 
 
@@ -68,7 +68,7 @@ def contexts(config: Config, folder: StageFolder) -> dict[str, Any]:
         )
     target = writer_of(config, folder)
     if isinstance(target, RemoteTarget):
-        room = Room(new, shared_context(config))
+        room = Room(new, target.longest)
         if target.probe is not None:
             write_json(folder.path / PROBE_FILE, [one.tolist() for one in target.probe])
     else:

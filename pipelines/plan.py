@@ -86,8 +86,7 @@ def shared_context(config: Config) -> int:
     Raises ValueError naming the model that is not there.
     """
     target, draft = config.target, config.draft
-    # An engine that scores a text must have room for one token more.
-    whole = context_of(ModelFolder(target).config) - bool(target.urls)
+    whole = context_of(ModelFolder(target).config)
     if draft.path is not None:
         return min(whole, context_of(ModelFolder(draft).config))
     of_target = draft.is_head or draft.shrink.layers

@@ -20,7 +20,9 @@ from draftkit.config import HardwareConfig, TargetConfig
 from draftkit.data.rollouts import Record
 from draftkit.distillation.batch import TokenSequence, continued
 from draftkit.endpoint import COMPLETIONS, OTHERWISE, Endpoint
+from draftkit.models.files import ModelFolder
 from draftkit.models.loading import Outline, load_outline
+from draftkit.models.shapes import context_of
 from draftkit.models.vocabulary import count_ids
 from draftkit.theory.truncation import tail_bounds
 
@@ -37,12 +39,14 @@ Scores = tuple[Tensor, Tensor]  # ids and log-probabilities [M, k], descending
 class RemoteTarget(Outline):
     """The target as engines at `urls` serve it, under the name `model`.
 
-    top_k: ids that are asked for. at_once: requests under way. probe: the scores of `PROBE`.
+    longest: tokens of a text that it scores, since it must have room for one more. top_k: ids that
+    are asked for. at_once: requests under way. probe: the scores of `PROBE`.
     """
 
     urls: Sequence[str]
     model: str
     vocab_size: int
+    longest: int
     top_k: int = 0
     at_once: int = 1
     probe: Scores | None = None
@@ -177,6 +181,7 @@ def remote_target(
         urls=model.urls,
         model=served[0],
         vocab_size=size,
+        longest=context_of(ModelFolder(model).config) - 1,
         top_k=min(top_k, size - 1),
         at_once=at_once,
     )

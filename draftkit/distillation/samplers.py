@@ -252,6 +252,7 @@ def target_sampler(
         "seed": seed,
     }
     if isinstance(target, RemoteTarget):
+        limits["max_length"] = min(room.total, target.longest)
         return RemoteSampler(target=target, **limits)
     check_top_k(top_k, target.adapter.vocab_size)
     return DecoderSampler(model=target.adapter, name="target", top_k=top_k, watch=watch, **limits)

@@ -31,6 +31,7 @@ from draftkit.distillation.batch import (
     collate,
     sequence_of_record,
 )
+from draftkit.distillation.remote import RemoteTarget
 from draftkit.distillation.samplers import DecoderSampler, Sampler, noise_seed
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import Outline, Target
@@ -221,6 +222,8 @@ def source_sampler(config: Config, target: Outline, draft: Adapter, room: Room) 
         "batch_size": min(config.generate.batch_size, rows),
         "seed": noise_seed(config.seed, "draft"),
     }
+    if isinstance(target, RemoteTarget):
+        limits["max_length"] = min(room.total, target.longest)
     if source.name == "replay":
         assert isinstance(target, Target)
         limits |= {"name": "speculative", "gamma": config.proposals}

@@ -43,6 +43,7 @@ class Answer:
     accepted: int
     drafted: int = 0
     limited: bool = False
+    text: str = ""
 
 
 class Server:
@@ -106,7 +107,8 @@ class Server:
         """One answer of vLLM or SGLang, between two readings of the counters."""
         before = self.counters()
         response = self.ask(COMPLETIONS, {**body, "model": self.model})
-        tokens = int(response.json()["usage"]["completion_tokens"])
+        made = response.json()
+        tokens, text = int(made["usage"]["completion_tokens"]), made["choices"][0]["text"]
         latest = time.perf_counter() + COUNT_SECONDS
         gained: dict[str, int] = {}
         while gained.get(TOKENS[self.engine], 0) < tokens:  # they follow a moment later
@@ -121,7 +123,7 @@ class Server:
         is_counted = self.engine == VLLM
         accepted = gained[f"{ACCEPTED}_total"] if is_counted else max(0, tokens - 1 - passes)
         seconds = response.elapsed.total_seconds()
-        return Answer(tokens=tokens, seconds=seconds, passes=passes, accepted=accepted)
+        return Answer(tokens=tokens, seconds=seconds, passes=passes, accepted=accepted, text=text)
 
     def _timed(self, body: Mapping[str, Any]) -> Answer:
         """One answer of llama-server. Each of its tokens that was no accepted proposal is of a pass

@@ -143,5 +143,6 @@ def remote(*engines, top_k=0, tokenizer=None, **known):
         urls=[engine.url for engine in engines],
         model="tiny",
         vocab_size=tiny.VOCAB_SIZE,
+        longest=tiny.MAX_POSITIONS - 1,
         **{"top_k": top_k, "at_once": 3} | known,
     )

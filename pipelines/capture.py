@@ -33,7 +33,7 @@ from .command import run_command
 from .plan import CAPTURE, lengths_of
 from .product import plan
 from .serve import listening_to, url_of
-from .service import SERVER, buffer_of, checksums_of, recorder_of, service_folder
+from .service import SERVER, buffer_of, checksums_of, recorder_of, registry_of, service_folder
 from .stage import inputs_of, show_plan
 
 PROBE = "Three words: one, two, three."  # whose ids tell one vocabulary from another
@@ -132,6 +132,7 @@ def capture(config: Config) -> None:
             models=models,
             default=config.sampling,
             routes=config.online.routes,
+            version=lambda route: registry_of(config, route).served(),
             fraction=config.online.buffer.fraction,
             key=key,
             host=config.serve.host,

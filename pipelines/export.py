@@ -11,11 +11,11 @@ from typing import Any
 
 from draftkit.artifacts import read_json, write_text
 from draftkit.config import Config
-from draftkit.engines.folder import upload, write_head_folder, write_plain_folder
+from draftkit.engines.folder import upload, write_folder
 from draftkit.engines.launch import expected, launch_text, launched_gammas, model_card
 from draftkit.models.files import CARD, ModelFolder
 from draftkit.models.head_files import kind_of
-from draftkit.models.heads import MEDUSA, head_class
+from draftkit.models.heads import MEDUSA
 from draftkit.models.loading import check_kind
 
 from .command import main
@@ -65,10 +65,7 @@ def export(config: Config, folder: StageFolder) -> dict[str, Any]:
     kind = kind_of(shape)
     gammas = launched_gammas(judged, max(1, config.proposals), kind=kind)
     gamma, dtype = next(iter(gammas.values())), config.export.dtype
-    if head_class(shape) is not None:
-        notes = write_head_folder(drafter, target, folder.path / PLAIN, dtype=dtype)
-    else:
-        notes = write_plain_folder(drafter, target, folder.path / PLAIN, gamma=gamma, dtype=dtype)
+    notes = write_folder(drafter, target, folder.path / PLAIN, gamma=gamma, dtype=dtype)
     name = config.target.location if config.target.path else None
     card = model_card(judged, target=name, name=config.name, kind=kind, gamma=gamma)
     write_text(folder.path / PLAIN / CARD, card)

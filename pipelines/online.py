@@ -28,6 +28,7 @@ from .contexts import read_contexts, teacher_of
 from .plan import ONLINE
 from .prepare import check_pair
 from .product import SUMMARY, plan
+from .push import bringing, check_pushed
 from .service import (
     SERVER,
     STATE,
@@ -79,6 +80,7 @@ def online(config: Config) -> None:
     Raises ValueError for a drafter that cannot be refitted, and where a daemon runs already.
     """
     check_drafter(config)
+    check_pushed(config)
     if config.plan:
         return show_plan("online", plan(ONLINE, config).made())
     os.nice(NICE)
@@ -140,6 +142,8 @@ def watch(config: Config, folder: Path, stop: Event) -> None:
             "seconds": update.seconds,
             "published": float(update.version is not None),
         }
+        if (served := refit.registry.served()) is not None:
+            numbers["version_served"] = float(served.removeprefix("v"))
         if verdict.anchor_change is not None:
             numbers["anchor_change"] = verdict.anchor_change.mean
         tracker.log(section, update.number, numbers)
@@ -151,11 +155,13 @@ def watch(config: Config, folder: Path, stop: Event) -> None:
         )
         write_json(account / SUMMARY, summary_of(refits))
 
-    loop = Daemon(refits, buffer=buffer, settings=config.online, log=log, stop=stop)
-    print(f"online: watching {folder}", flush=True)
     try:
-        loop.run()
-        write_json(account / SUMMARY, summary_of(refits))
+        with bringing(config, made, target, [refit.registry for refit in refits]) as bring:
+            settings = config.online
+            loop = Daemon(refits, buffer=buffer, settings=settings, log=log, stop=stop, bring=bring)
+            print(f"online: watching {folder}", flush=True)
+            loop.run()
+            write_json(account / SUMMARY, summary_of(refits))
     finally:
         tracker.finish()
         buffer.close()
@@ -184,6 +190,7 @@ def summary_of(refits: Sequence[Refit]) -> dict[str, Any]:
             for refit in refits
             for name in refit.state["chosen"]
         },
+        "version_served": {refit.route: refit.registry.served() for refit in refits},
         "records_seen": sum(refit.state["records"] + refit.new_records() for refit in refits),
         "recovered_fraction": None,
         "anchor_alpha_change": {refit.route: refit.state["anchor_change"] for refit in refits},

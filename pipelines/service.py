@@ -1,9 +1,10 @@
 """Where a server and its refit loop meet: the folder `<root>/<name>/service/`.
 
-`buffer.sqlite` is what was served, `drafters/<route>/` the versions of each route's drafter. It is
-no stage: nothing in it is ever complete, and either process may be started first, or killed. It is
-for one target and one starting drafter, whose fingerprints the buffer and every version keep; with
-others it is refused, unless `overwrite=true` clears it first.
+`buffer.sqlite` is what was served, `drafters/<route>/` the versions of each route's drafter,
+`pushed/<route>/` those that another engine loads. It is no stage: nothing in it is ever complete,
+and either process may be started first, or killed. It is for one target and one starting drafter,
+whose fingerprints the buffer and every version keep; with others it is refused, unless
+`overwrite=true` clears it first.
 """
 
 from collections.abc import Mapping
@@ -26,7 +27,7 @@ from draftkit.tracking import FILE_NAME
 from .product import SUMMARY
 from .stage import StageFolder
 
-BUFFER, DRAFTERS = "buffer.sqlite", "drafters"
+BUFFER, DRAFTERS, PUSHED = "buffer.sqlite", "drafters", "pushed"
 SERVER, STATE = "server", "refit"  # folders that server and daemon hold; trainers' states too
 
 
@@ -115,5 +116,6 @@ def clear_service(config: Config, *roles: str) -> None:
             stack.enter_context(locked(folder / role))
         states = [path for path in (folder / STATE).iterdir() if path.name != LOCK]
         logs = sorted(folder.glob(f"{BUFFER}*"), reverse=True)  # before their file
-        for path in (*states, folder / DRAFTERS, account / SUMMARY, account / FILE_NAME, *logs):
+        drafters = (folder / DRAFTERS, folder / PUSHED)
+        for path in (*states, *drafters, account / SUMMARY, account / FILE_NAME, *logs):
             remove(path)

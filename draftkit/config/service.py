@@ -84,6 +84,16 @@ class OnlineConfig(Section, key="online"):
     sink: str | None = setting(
         None, "address that gets a copy of every record, for trainers elsewhere (s3://, file://)"
     )
+    push: str = choice(
+        "none",
+        "how a version reaches the engine that serves",
+        none="it does not: draftkit's own server looks for itself",
+        vllm="into the running vLLM at engine.url, which is read back",
+        command="by online.command, which may start another engine",
+    )
+    command: str | None = setting(
+        None, "command line that gets DRAFTKIT_DRAFT (folder), DRAFTKIT_VERSION, DRAFTKIT_ROUTE"
+    )
     most_updates: int | None = positive(None, "updates after which it ends; null: none")
     buffer: BufferConfig = field(default_factory=BufferConfig)
     gate: GateConfig = field(default_factory=GateConfig)
@@ -92,9 +102,13 @@ class OnlineConfig(Section, key="online"):
         super().__post_init__()
         rule = "be false with online.teacher=stored, which knows answers alone"
         self.require(not self.prompts or self.teacher == "target", "prompts", rule)
+        given = self.push != "command" or self.command is not None
+        self.require(given, "command", "be given with online.push=command")
         for route in self.routes:
             fits = ROUTE.fullmatch(route) is not None
             require(fits, "online.routes", "be of a-z, 0-9, _ and -, at most 32 long", route)
         unique = len(set(self.routes)) == len(self.routes) and DEFAULT_ROUTE in self.routes
         self.require(unique, "routes", f"hold {DEFAULT_ROUTE}, and none twice")
         self.require(self.route in self.routes, "route", "be in online.routes")
+        single = self.push != "vllm" or len(self.routes) == 1
+        self.require(single, "routes", "be one with online.push=vllm, which has one drafter")

@@ -29,28 +29,49 @@ from draftkit.models.files import (
     end_of_text_ids,
 )
 from draftkit.models.head_files import LAYER_IDS
-from draftkit.models.loading import (
-    load_draft,
-    load_sharing,
-    load_target,
-)
+from draftkit.models.heads import head_class
+from draftkit.models.loading import Outline, load_draft, load_sharing, load_target
 from draftkit.models.lora import save_plain
 from draftkit.models.shapes import context_of, rope_types
-from draftkit.models.vocabulary import fit_rows, real_vocab_size
+from draftkit.models.vocabulary import fit_rows, real_vocab_size, untie
 
 # Of these the frequencies of positions do not depend on `max_position_embeddings`.
 FREE_ROPE = ("default", "linear", "llama3")
 
 
+def write_folder(
+    draft: DraftConfig,
+    target: TargetConfig,
+    folder: Path,
+    *,
+    gamma: int,
+    dtype: str | None = None,
+    untied: bool = False,
+    owner: Outline | None = None,
+) -> list[str]:
+    """`write_head_folder` of a head, of any other drafter `write_plain_folder`."""
+    if head_class(ModelFolder(draft).config) is not None:
+        return write_head_folder(draft, target, folder, dtype=dtype, owner=owner)
+    return write_plain_folder(draft, target, folder, gamma=gamma, dtype=dtype, untied=untied)
+
+
 def write_plain_folder(
-    draft: DraftConfig, target: TargetConfig, folder: Path, *, gamma: int, dtype: str | None = None
+    draft: DraftConfig,
+    target: TargetConfig,
+    folder: Path,
+    *,
+    gamma: int,
+    dtype: str | None = None,
+    untied: bool = False,
 ) -> list[str]:
     """Write `draft` to `folder` as engines want it beside `target`; what there is to know of it.
 
     gamma: proposals a round, in its generation_config.json. dtype: of the weights, None for that in
-    which they are stored. Over the real vocabulary, or the ids that the drafter proposes, logits
-    stay as they are, but for the rounding of another dtype. Raises ValueError naming `target.path`
-    or `draft.path` for models that cannot be loaded or do not share a vocabulary.
+    which they are stored. untied: the head is in the file where it is the embeddings, too: one that
+    is not there stays as it was in an engine that runs. Over the real vocabulary, or the ids that
+    the drafter proposes, logits stay as they are, but for the rounding of another dtype. Raises
+    ValueError naming `target.path` or `draft.path` for models that cannot be loaded or do not share
+    a vocabulary.
     """
     transformers_logging.disable_progress_bar()
     whole = ModelFolder(target)
@@ -63,6 +84,8 @@ def write_plain_folder(
     rows = shapes.get_text_config().vocab_size
     real_vocab_size(tokenizer, shapes, "target")  # which refuses a target with too few rows
     fit_rows(model, rows=rows, real=real, kept_ids=kept_ids)
+    if untied:
+        untie(model)
     notes = []
     if before != rows:
         notes.append(f"embeddings and head: {before:,} rows became the target's {rows:,}")
@@ -88,18 +111,25 @@ def write_plain_folder(
 
 
 def write_head_folder(
-    draft: DraftConfig, target: TargetConfig, folder: Path, *, dtype: str | None = None
+    draft: DraftConfig,
+    target: TargetConfig,
+    folder: Path,
+    *,
+    dtype: str | None = None,
+    owner: Outline | None = None,
 ) -> list[str]:
     """`write_plain_folder` of a head on the hidden states of `target`.
 
-    Engines give it the target's embeddings, so it has none but those of another trainer that
-    differ. Raises ValueError naming `draft.path` for a head that engines would read otherwise.
+    owner: the target, where it is in memory. Engines give the head the target's embeddings, so it
+    has none but those of another trainer that differ. Raises ValueError naming `draft.path` for a
+    head that engines would read otherwise.
     """
     transformers_logging.disable_progress_bar()
     files, shape = tokenizer_files(target), ModelFolder(draft).config
     stored = getattr(shape, "dtype", None) or torch.float32
     stored = stored if dtype is None else getattr(torch, dtype)
-    owner = load_target(target, HardwareConfig(device="cpu"), dtype="auto", probed=False)
+    if owner is None:
+        owner = load_target(target, HardwareConfig(device="cpu"), dtype="auto", probed=False)
     model: Any = load_draft(draft, owner, dtype=stored).model
     notes = raise_context(model.config, context_of(ModelFolder(target).config))
     for name in (*LAYER_IDS, "eagle_config"):  # which engines read by different keys

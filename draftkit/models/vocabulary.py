@@ -85,10 +85,16 @@ def fit_rows(
         if table is not None:
             table[real:] = table[:real].double().mean(0).to(table.dtype)
     if kept_ids is not None:
-        model.config.get_text_config().tie_word_embeddings = False
-        model.config.tie_word_embeddings = False
-        head.weight = torch.nn.Parameter(head.weight.clone())
+        untie(model)
         others = torch.ones(rows, dtype=torch.bool).index_fill(0, kept_ids.cpu(), False)
         for table in (head.weight, getattr(head, "bias", None)):
             if table is not None:
                 table[others] = table[kept_ids].double().mean(0).to(table.dtype)
+
+
+def untie(model: PreTrainedModel) -> None:
+    """Give the head of `model` weights of its own, in place."""
+    model.config.get_text_config().tie_word_embeddings = False
+    model.config.tie_word_embeddings = False
+    head: Any = model.get_output_embeddings()
+    head.weight = torch.nn.Parameter(head.weight.detach().clone())

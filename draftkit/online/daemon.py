@@ -39,6 +39,7 @@ class Stopped(Exception):
 class Daemon:
     """Refits the drafters of all routes in turns until `stop` is set.
 
+    bring: what is in force on a route to the engine that serves, at every turn; it raises nothing.
     `clock` (seconds) and the waits of `stop` are all that it knows of time.
     """
 
@@ -47,6 +48,7 @@ class Daemon:
     settings: OnlineConfig
     log: Callable[[Refit, Update], None]
     stop: Event
+    bring: Callable[[str], None] = lambda route: None
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
@@ -69,11 +71,15 @@ class Daemon:
     def _turn(self, refit: Refit) -> bool:
         """Update one route if it is due; whatever goes wrong is logged, and tried again later."""
         route = refit.route
-        if self._is_done() or self.clock() < self._paused.get(route, -math.inf):
+        if self._is_done():
+            return False
+        if self.clock() < self._paused.get(route, -math.inf):
+            self.bring(route)
             return False
         try:
             if (reason := refit.review()) is not None:
                 logger.warning("route %s: the version in force is taken back: %s", route, reason)
+            self.bring(route)
             if not refit.due():
                 return False
             self.hold()
@@ -89,6 +95,7 @@ class Daemon:
             logger.exception("route %s: no update, tried again in %.0f s", route, seconds)
             return False
         self.updates += 1
+        self.bring(route)
         try:
             self.log(refit, update)
             refit.registry.collect(KEPT_VERSIONS)

@@ -2,6 +2,7 @@
 
     <folder>/<route>/versions/v000001/    a plain drafter folder with its `version.json`
     <folder>/<route>/current              JSON, replaced atomically: name, ancestors, why
+    <folder>/<route>/served               JSON: the version that another engine serves, or null
 
 It knows folders, checksums and names; not what a drafter computes, who trains it or who serves it.
 Changes take a lock between processes, readers take none. A process killed at any moment leaves
@@ -28,7 +29,7 @@ from torch import Tensor
 from draftkit.artifacts import atomic_path, locked, read_json, remove, sha256_file, write_json
 from draftkit.config.service import DEFAULT_ROUTE
 
-CURRENT, ABOUT = "current", "version.json"
+CURRENT, SERVED, ABOUT = "current", "served", "version.json"
 NAME = re.compile(r"v[0-9]{6,12}")
 _WEIGHTS = ".safetensors"
 _log = logging.getLogger(__name__)
@@ -167,7 +168,17 @@ class Registry:
         name = self._pointer()["name"]
         return None if name is None else self.version(name)
 
+    def served(self) -> str | None:
+        """The version that another engine serves, as far as its daemon knows."""
+        with contextlib.suppress(OSError, ValueError):
+            return json.loads((self.path / SERVED).read_text(encoding="utf-8"))
+        return None
+
     # Changing
+
+    def note_served(self, name: str | None) -> None:
+        """Keep what `served` says; None: it is not known."""
+        write_json(self.path / SERVED, name)
 
     @contextmanager
     def _changing(self) -> Iterator[None]:

@@ -20,7 +20,7 @@ from draftkit.serving.intake import Texts, conversation_of
 
 ASKED = "return_token_ids"
 PROMPT_IDS, IDS = "prompt_token_ids", "token_ids"  # of a reply
-SAMPLER = "engine"  # also the version of its drafter, which it does not name
+SAMPLER = "engine"  # also the version of its drafter, where that is not known
 LAW = ("temperature", "top_k", "top_p", "repetition_penalty")
 # What else a request may name: what leaves the law as it is, whatever it says, ...
 FREE = frozenset(
@@ -167,8 +167,9 @@ class Exchange:
         """The answers that have ended, by their number."""
         return [(index, one) for index, one in sorted(self._choices.items()) if one.finish]
 
-    def records(self, texts: Texts, default: SamplingConfig) -> list[Record]:
-        """Records of the answers that have ended; none of one whose ids are not known."""
+    def records(self, texts: Texts, default: SamplingConfig, version: str = "") -> list[Record]:
+        """Records of the answers that have ended, drafted by `version`; none of one whose ids are
+        not known."""
         messages, seed = self.body.get("messages"), self.body.get("seed")
         document = "" if messages is None else conversation_of(read_messages(messages))
         made = []
@@ -183,7 +184,7 @@ class Exchange:
                     prompt_ids=choice.prompt_ids,
                     output_ids=choice.output_ids,
                     sampler=SAMPLER,
-                    sampler_version="",
+                    sampler_version=version,
                     sampling=sampling_of(self.body, default),
                     seed=seed % 2**63 if isinstance(seed, int) else 0,
                     row=index,

@@ -10,7 +10,7 @@ import asyncio
 import copy
 import json
 import random
-from collections.abc import AsyncIterator, Collection, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable
 from typing import Any
 
 import httpx
@@ -63,8 +63,8 @@ class Proxy:
     """Passes requests on to the engine at `url`, and what `recorder` is to keep to it.
 
     has_ids: whether the engine tells ids. models: what clients call the target there. default: the
-    sampling of requests that name none. fraction: of the requests, those that are recorded. key,
-    host: as `server.check_caller` asks.
+    sampling of requests that name none. version: that drafts on a route, where it is known.
+    fraction: of the requests, those that are recorded. key, host: as `server.check_caller` asks.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class Proxy:
         models: Collection[str],
         default: SamplingConfig,
         routes: Iterable[str],
+        version: Callable[[str], str | None] = lambda route: None,
         fraction: float,
         key: str | None,
         host: str,
@@ -90,7 +91,7 @@ class Proxy:
             trust_env=False,
         )
         self._counters = Counters()
-        self._served = {route: self._counters.of((route, SAMPLER)) for route in routes}
+        self._routes, self._version = frozenset(routes), version
         self._registry = CollectorRegistry()
         self._requests = Counter(
             "draftkit:captured_requests",
@@ -193,7 +194,7 @@ class Proxy:
         words = [word.strip().lower() for word in headers.getlist(RECORD_HEADER)]
         if any(word != "yes" for word in words):  # of an unclear word too: the owner's wish is one
             return self._count("opted_out")
-        is_known = headers.get(ROUTE_HEADER, DEFAULT_ROUTE) in self._served
+        is_known = headers.get(ROUTE_HEADER, DEFAULT_ROUTE) in self._routes
         is_short = isinstance(content, bytes) and len(content) <= RECORDED_BYTES
         # What a page of another site may send without asking is a body that is not JSON.
         is_json = headers.get("content-type", "").partition(";")[0].strip() == "application/json"
@@ -249,7 +250,8 @@ class Proxy:
 
     def _keep(self, exchange: Exchange, route: str) -> None:
         """Give the answers that have ended to the recorder."""
-        served = self._served[route]
+        version = self._version(route)
+        served = self._counters.of((route, version or SAMPLER))
         if (seen := exchange.speculation) is not None:
             for name in ("rounds", "drafted", "accepted", "tested", "acceptance"):
                 setattr(served, name, getattr(served, name) + getattr(seen, name))
@@ -261,7 +263,7 @@ class Proxy:
 
         def make() -> list[Record]:
             try:
-                made = exchange.records(self._texts, self._default)
+                made = exchange.records(self._texts, self._default, version or "")
             except UNREADABLE:  # what no template renders, and no tokenizer reads
                 made = []
             self._count("recorded" if made else "unknown")

@@ -1,0 +1,64 @@
+"""How the daemon's versions reach an engine that is not draftkit's: `online.push`."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from draftkit.config import Config
+from draftkit.endpoint import Endpoint
+from draftkit.engines.folder import write_folder
+from draftkit.models.loading import Outline, with_path
+from draftkit.online.push import Command, Delivery, Engine, Vllm
+from draftkit.online.registry import Registry, Version
+
+from .export import check as check_exported
+from .service import PUSHED, service_folder
+from .stage import StageFolder
+
+RETRIES = 2  # of a request to the engine, which may be starting
+
+
+def check_pushed(config: Config) -> None:
+    """Raise ValueError for a drafter that no engine loads, or an engine without an address."""
+    if config.online.push == "none":
+        return
+    check_exported(config)
+    if config.online.push == "vllm" and config.engine.url is None:
+        raise ValueError("online.push=vllm: name the engine by engine.url=http://127.0.0.1:8000")
+
+
+@contextmanager
+def bringing(
+    config: Config, made: StageFolder, target: Outline, registries: Sequence[Registry]
+) -> Iterator[Callable[[str], None]]:
+    """What brings the version in force of a route to its engine, if any, and says so."""
+    start, owner = made.model(config, "draft"), made.model(config, "target")
+
+    def write(version: Version, folder: Path) -> None:
+        draft, gamma = with_path(start, version.path), max(1, config.proposals)
+        write_folder(draft, owner, folder, gamma=gamma, untied=True, owner=target)
+
+    deliveries: dict[str, Delivery] = {}
+
+    def bring(route: str) -> None:
+        if deliveries and (name := deliveries[route].bring()) is not None:
+            print(f"online: {route}: the engine serves {name}", flush=True)
+
+    with ExitStack() as stack:
+        for registry in registries:
+            route = registry.path.name
+            registry.note_served(None)
+            if config.online.push != "none":
+                folder = service_folder(config) / PUSHED / route
+                engine = engine_of(config, route, stack)
+                deliveries[route] = Delivery(route, registry, engine, write=write, folder=folder)
+        yield bring
+
+
+def engine_of(config: Config, route: str, stack: ExitStack) -> Engine:
+    """Where the versions of `route` go, until the end of `stack`."""
+    if config.online.push == "command":
+        assert config.online.command is not None
+        return Command(config.online.command, route)
+    assert config.engine.url is not None
+    return Vllm(stack.enter_context(Endpoint("engine.url", config.engine.url, retries=RETRIES)))

@@ -38,7 +38,7 @@ _FIRST = (
     "test_service_kill",
     "test_faults",
     "test_pipelines",
-    "test_serve_and_refit",
+    "test_loop_vllm",
     "test_online",
     "test_drift",
     "test_exactness",

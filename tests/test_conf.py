@@ -212,7 +212,7 @@ def test_an_experiment_opens_with_purpose_command_time_and_result(path: Path) ->
     command, stage, name = commands[0]
     assert name == path.stem == read(path)["name"]
     benchmarks = ("benchmarks.decoder", "benchmarks.training", "benchmarks.drift")
-    scripts = (*benchmarks, "experiments.serve_and_refit", "experiments.kinds")
+    scripts = (*benchmarks, "experiments.loop_vllm", "experiments.kinds")
     assert stage in ("distill", "evaluate", "serve", *scripts)
     given = [word for word in overrides(path) if ".path=" in word]
     assert [word.split("=")[0] for word in command.split()[4:]] == [

@@ -16,7 +16,7 @@ from draftkit.artifacts import LOCK, locked, read_json, write_json
 from draftkit.config import Config, HardwareConfig, flatten
 from pipelines.benchmarks import decoder, drift, training
 from pipelines.command import launch
-from pipelines.experiments import serve_and_refit
+from pipelines.experiments import loop_vllm
 from pipelines.product import Stage, plan
 from pipelines.stage import StageFolder, ensure
 from tests.toy import CHECKPOINT, Toy, metrics, raising_at, result, stage, with_steps
@@ -71,7 +71,7 @@ def test_what_a_stage_does_not_declare_does_not_count(toy: Toy, config: Config) 
 
 
 STAGES = [one for one in vars(pipelines.plan).values() if isinstance(one, Stage)]
-STAGES += [script.STAGE for script in (decoder, drift, training, serve_and_refit)]
+STAGES += [script.STAGE for script in (decoder, drift, training, loop_vllm)]
 NEVER_COUNT = {"name", "root", "job", "overwrite", "plan", "limit", "runs", "hardware", "tracker"}
 
 

@@ -61,8 +61,8 @@ class RemoteTarget(Outline):
         Raises ValueError, one line, where an engine does not tell them.
         """
         with self.opened() as server:
-            asked = partial(self._scored, server)
-            rows = server.map(asked, enumerate(texts), at_once=self.at_once)
+            score = partial(self._scored, server)
+            rows = server.map(score, enumerate(texts), at_once=self.at_once)
         return self._tensors([row for text in rows for row in text])
 
     async def _scored(

@@ -113,7 +113,7 @@ def loop_vllm(config: Config, folder: StageFolder) -> dict[str, Any]:
     started = time.perf_counter()
     engine_cores, own_cores = halves(sorted(os.sched_getaffinity(0)))
     os.sched_setaffinity(0, own_cores)
-    asked, held_out = prompts_of(folder.inputs["asked"])
+    requests, held_out = prompts_of(folder.inputs["asked"])
     clear_service(config, SERVER, STATE)
     target, draft = folder.model(config, "target"), folder.path / "draft"
     gamma = max(1, config.proposals)
@@ -132,7 +132,7 @@ def loop_vllm(config: Config, folder: StageFolder) -> dict[str, Any]:
         both = around(config, url)
         with running(capture, both), running(online, both) as daemon:
             proxy = f"http://127.0.0.1:{both.capture.port}"
-            lots = loaded(both, proxy, url, asked, folder.note)
+            lots = loaded(both, proxy, url, requests, folder.note)
             alive = daemon.is_alive()
         after = counted(url, config, held_out)
         served = registry_of(both, DEFAULT_ROUTE).served()
@@ -185,7 +185,7 @@ def halves(cores: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
     return cores[:middle], cores[middle:] or cores
 
 
-def prompts_of(texts: Path) -> tuple[list[tuple[str, Sequence[int]]], list[Sequence[int]]]:
+def prompts_of(texts: Path) -> tuple[list[tuple[str, Sequence[int]]], list[list[int]]]:
     """Domain and prompt of every request, in order; held-out prompts of the last domain."""
     splits, requests = read_splits(texts), list[tuple[str, Sequence[int]]]()
     for domain, lots in LOTS.items():
@@ -332,7 +332,7 @@ def loaded(
                 {
                     "domain": lot[0][0],
                     "requests": first + len(lot),
-                    "acceptance_length": 1 + accepted / passes,
+                    "acceptance_length": 1 + accepted / passes if passes else 1.0,
                     "tokens_per_second": tokens / seconds,
                     "version": registry.served(),
                 }

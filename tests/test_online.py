@@ -202,8 +202,8 @@ def test_a_version_is_taken_back_by_command(root: Path, capsys: pytest.CaptureFi
     [
         ({"proposer": "prompt_lookup"}, "target", "decode.proposer=prompt_lookup has no drafter"),
         ({"proposer": "none"}, "target", "decode.proposer=none has no drafter to refit: use "),
-        ({"proposer": "argmax"}, "stored", "decode.proposer=argmax needs online.teacher=target"),
-        ({"verification": "match"}, "stored", "decode.verification=match needs online.teacher="),
+        ({"proposer": "argmax"}, "stored", "decode.proposer=argmax needs the target's weights"),
+        ({"verification": "match"}, "stored", "decode.verification=match needs the target's weights"),
     ],
 )
 def test_where_there_is_nothing_to_refit_or_to_judge_by_it_is_said(

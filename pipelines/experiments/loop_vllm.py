@@ -71,7 +71,7 @@ STAGE = Stage(
     name="loop_vllm",
     code="experiments.loop_vllm",
     reads=(
-        *("seed", "data", "sampling", "divergence", "optim", "decode", "online", "hardware.dtype"),
+        *("seed", "data", "sampling", "divergence", "optim", "decode", "online"),
         *("draft.pretrain", "draft.lora", *ROLLOUTS, "generate.top_k", "evaluate.prompts"),
         *("evaluate.validation_prompts", "evaluate.max_new_tokens", "evaluate.batch_size"),
     ),

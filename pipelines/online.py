@@ -19,8 +19,10 @@ from draftkit.config import DRAFTED_NAMES, Config
 from draftkit.data.rollouts import read_parts
 from draftkit.distillation.assembly import load_teaching_target
 from draftkit.distillation.remote import RemoteTarget
+from draftkit.evaluation.page import REPORT
 from draftkit.models.loading import Outline
 from draftkit.online.daemon import Daemon
+from draftkit.online.page import ServicePage
 from draftkit.online.refit import Anchors, Refit, Update, make_refit
 
 from .command import run_command
@@ -91,7 +93,8 @@ def online(config: Config) -> None:
         signal.signal(number, lambda *_: stop.set())
     with locked(folder / STATE):
         watch(config, folder, stop)
-    print("online: told to stop" if stop.is_set() else "online: all updates done", flush=True)
+    why = "told to stop" if stop.is_set() else "all updates done"
+    print(f"online: {why}; as a page: {folder / REPORT}", flush=True)
 
 
 def watch(config: Config, folder: Path, stop: Event) -> None:
@@ -155,10 +158,11 @@ def watch(config: Config, folder: Path, stop: Event) -> None:
         )
         write_json(account / SUMMARY, summary_of(refits))
 
+    page = ServicePage(config.name, folder, refits, buffer)
+    options = {"settings": config.online, "log": log, "show": page.refresh, "stop": stop}
     try:
         with bringing(config, made, target, [refit.registry for refit in refits]) as bring:
-            settings = config.online
-            loop = Daemon(refits, buffer=buffer, settings=settings, log=log, stop=stop, bring=bring)
+            loop = Daemon(refits, buffer=buffer, bring=bring, **options)
             print(f"online: watching {folder}", flush=True)
             loop.run()
             write_json(account / SUMMARY, summary_of(refits))

@@ -15,6 +15,7 @@ import torch
 
 from draftkit.artifacts import LOCK, locked, remove
 from draftkit.config import Config, DraftConfig
+from draftkit.evaluation.page import REPORT
 from draftkit.models.compatibility import unknown_target
 from draftkit.models.files import ModelFolder
 from draftkit.models.loading import Outline, load_draft, save_draft
@@ -104,7 +105,7 @@ def seeded_registry(
 
 
 def clear_service(config: Config, *roles: str) -> None:
-    """Delete records, versions, trainers' states and the daemon's account of them, nothing else.
+    """Delete records, versions, trainers' states, the daemon's account of them and its page.
 
     `roles`: those of `SERVER` and `STATE` that the caller does not hold. Raises ValueError where
     another process holds one: then nothing is deleted. A kill inside leaves a part, which is
@@ -117,5 +118,6 @@ def clear_service(config: Config, *roles: str) -> None:
         states = [path for path in (folder / STATE).iterdir() if path.name != LOCK]
         logs = sorted(folder.glob(f"{BUFFER}*"), reverse=True)  # before their file
         drafters = (folder / DRAFTERS, folder / PUSHED)
-        for path in (*states, *drafters, account / SUMMARY, account / FILE_NAME, *logs):
+        written = account / SUMMARY, account / FILE_NAME, folder / REPORT
+        for path in (*states, *drafters, *written, *logs):
             remove(path)

@@ -22,7 +22,7 @@ from pipelines.configuration import compose_config
 from pipelines.online import check_drafter
 from pipelines.plan import GENERATE
 from pipelines.rollback import rollback
-from pipelines.service import daemon_folder, registry_of
+from pipelines.service import daemon_folder, registry_of, service_folder
 from pipelines.stage import ensure
 from tests.launching import Forked
 from tests.services import buffer_of
@@ -140,7 +140,8 @@ def test_a_daemon_refits_is_alone_and_can_be_told_to_stop(root: Path, records: l
         assert "another" in ended(second)
         assert second.returncode == 2
         first.send_signal(signal.SIGTERM)
-        assert "told to stop" in ended(first)
+        page = service_folder(config) / "report.html"
+        assert f"told to stop; as a page: {page}" in ended(first)
         assert first.returncode == 0
     finally:
         first.kill()
@@ -149,6 +150,9 @@ def test_a_daemon_refits_is_alone_and_can_be_told_to_stop(root: Path, records: l
     assert summary["records_seen"] > 24
     lines = read_metrics(daemon_folder(config) / "metrics.jsonl")
     assert lines[0]["section"] == "online"
+    counts = (f"{summary[f'versions_{what}']} {what}" for what in ("published", "rejected"))
+    verdict = ", ".join(counts).replace("rejected", "refused")
+    assert f"{verdict}, 0 taken back" in page.read_text()
 
 
 def test_a_killed_daemon_goes_on(
@@ -203,7 +207,11 @@ def test_a_version_is_taken_back_by_command(root: Path, capsys: pytest.CaptureFi
         ({"proposer": "prompt_lookup"}, "target", "decode.proposer=prompt_lookup has no drafter"),
         ({"proposer": "none"}, "target", "decode.proposer=none has no drafter to refit: use "),
         ({"proposer": "argmax"}, "stored", "decode.proposer=argmax needs the target's weights"),
-        ({"verification": "match"}, "stored", "decode.verification=match needs the target's weights"),
+        (
+            {"verification": "match"},
+            "stored",
+            "decode.verification=match needs the target's weights",
+        ),
     ],
 )
 def test_where_there_is_nothing_to_refit_or_to_judge_by_it_is_said(

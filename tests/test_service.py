@@ -178,8 +178,11 @@ def test_overwrite_clears_the_service_unless_the_other_process_runs(
     assert (folder / "refit" / "default" / "state.safetensors").exists()
     foreign = folder / "notes.txt"
     foreign.write_text("somebody's")
+    page = folder / "report.html"
+    page.write_text("the old one")
     run(changed)
     assert count(config) == 0
+    assert not page.exists() or "the old one" not in page.read_text()
     assert not (folder / "refit" / "default" / "state.safetensors").exists()
     (version,) = registry_of(config, "default").versions()
     assert version.name == "v000001"

@@ -21,7 +21,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, astuple, dataclass, fields
+from dataclasses import KW_ONLY, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,11 @@ from draftkit.data.rollouts import SCHEMA, Record, document_of
 from draftkit.data.store import UNREADABLE, pack, unpack
 from draftkit.online.registry import require_same
 
-TABLES = """
+_COUNTED = """
+    requests INTEGER NOT NULL, tokens INTEGER NOT NULL, rounds INTEGER NOT NULL,
+    drafted INTEGER NOT NULL, accepted INTEGER NOT NULL, tested INTEGER NOT NULL,
+    acceptance REAL NOT NULL"""
+TABLES = f"""
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS records (
     id INTEGER PRIMARY KEY AUTOINCREMENT, route TEXT NOT NULL,
@@ -42,15 +46,17 @@ CREATE TABLE IF NOT EXISTS records (
     split REAL NOT NULL,
     size INTEGER NOT NULL, content BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS records_by_route ON records (route, id, split, size);
-CREATE INDEX IF NOT EXISTS records_by_time ON records (kept);
+CREATE INDEX IF NOT EXISTS records_by_time ON records (kept, route, size);
 CREATE TABLE IF NOT EXISTS served (
-    route TEXT NOT NULL, version TEXT NOT NULL, requests INTEGER NOT NULL, tokens INTEGER NOT NULL,
-    rounds INTEGER NOT NULL, drafted INTEGER NOT NULL, accepted INTEGER NOT NULL,
-    tested INTEGER NOT NULL, acceptance REAL NOT NULL, UNIQUE (route, version));
+    route TEXT NOT NULL, version TEXT NOT NULL, {_COUNTED}, UNIQUE (route, version));
+CREATE TABLE IF NOT EXISTS served_by_minute (
+    minute INTEGER NOT NULL, -- since 1970
+    route TEXT NOT NULL, version TEXT NOT NULL, {_COUNTED},
+    PRIMARY KEY (minute, route, version)) WITHOUT ROWID;
 """
 _SPLIT_BITS = 53  # what a float holds exactly
 _GROWTH = 16  # the part of its room, 1 / this, after which a buffer is looked after
-_DAY = 86400.0  # seconds
+_DAY, _MINUTE = 86400.0, 60.0  # seconds
 # The records of one side of a route; `held_out` by the split against the gate's fraction.
 _SIDE = {
     held_out: f"FROM records INDEXED BY records_by_route WHERE route = ? AND split {sign} ?"
@@ -183,8 +189,24 @@ class Served:
     tested: int = 0  # of them, those verified with everything before them accepted
     acceptance: float = 0.0  # sum over the tested ones of the probability of acceptance
 
+    @property
+    def alpha(self) -> float | None:
+        """Mean of sum_x min(p, q) over the tested positions; null where nothing was tested."""
+        return self.acceptance / self.tested if self.tested else None
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Tokens for a pass of the target; null where nothing was drafted."""
+        return 1 + self.accepted / self.rounds if self.rounds else None
+
 
 COUNTS = [field.name for field in fields(Served)]
+
+
+def total(rows: Sequence[Served]) -> Served:
+    """The sums of all counts, of no one route or version."""
+    sums = {name: sum(getattr(one, name) for one in rows) for name in COUNTS[2:]}
+    return Served(route="", version="", **sums)
 
 
 def split(record: Record) -> float:
@@ -282,20 +304,44 @@ class Buffer:
                 _log.warning("%s", error)
 
     def add_served(self, rows: Sequence[Served]) -> None:
-        """Add counts to those of the same route and version. Raises OSError as `append`."""
+        """Add counts to those of the same route and version, and to those of this minute.
+
+        Raises OSError as `append`.
+        """
         sums = ", ".join(f"{name} = {name} + excluded.{name}" for name in COUNTS[2:])
-        marks = ", ".join("?" for _ in COUNTS)
+        minute = {"minute": int(self.clock() // _MINUTE)}
         with self._database.writing() as connection:
-            connection.executemany(
-                f"INSERT INTO served ({', '.join(COUNTS)}) VALUES ({marks})"
-                f" ON CONFLICT (route, version) DO UPDATE SET {sums}",
-                [astuple(row) for row in rows],
-            )
+            for table, when in (("served", {}), ("served_by_minute", minute)):
+                names, keys = [*when, *COUNTS], [*when, *COUNTS[:2]]
+                connection.executemany(
+                    f"INSERT INTO {table} ({', '.join(names)}) VALUES (:{', :'.join(names)})"
+                    f" ON CONFLICT ({', '.join(keys)}) DO UPDATE SET {sums}",
+                    [when | asdict(row) for row in rows],
+                )
 
     def served(self, route: str) -> list[Served]:
         """The counts of a route, a row a version, in the order in which they were first seen."""
         query = f"SELECT {', '.join(COUNTS)} FROM served WHERE route = ? ORDER BY rowid"
         return [Served(**dict(zip(COUNTS, row, strict=True))) for row in self._rows(query, route)]
+
+    def served_by_minute(self, route: str) -> list[tuple[float, Served]]:
+        """The counts of a route by version and minute, the oldest first, with when it began.
+
+        As long as records are kept; in seconds since 1970.
+        """
+        table = "served_by_minute WHERE route = ? ORDER BY minute"
+        return [
+            (minute * _MINUTE, Served(**dict(zip(COUNTS, row, strict=True))))
+            for minute, *row in self._rows(
+                f"SELECT minute, {', '.join(COUNTS)} FROM {table}", route
+            )
+        ]
+
+    def days(self) -> list[tuple[float, str, int, int]]:
+        """When a day (UTC) begins, a route, its records of that day, their bytes; oldest first."""
+        day = f"CAST(kept / {_DAY} AS INTEGER)"
+        query = f"SELECT {day} * {_DAY}, route, count(*), sum(size) FROM records GROUP BY 1, 2"
+        return self._rows(query)
 
     def set_queued(self, queued: int) -> None:
         """Tell others how many requests wait at the server."""
@@ -369,6 +415,7 @@ class Buffer:
         oldest = self.clock() - self.settings.retention_days * _DAY
         with self._database.writing() as connection:
             connection.execute("DELETE FROM records WHERE kept < ?", (oldest,))
+            connection.execute("DELETE FROM served_by_minute WHERE minute < ?", (oldest / _MINUTE,))
             connection.execute(TOO_MUCH, (self._room,))
         if not self._database.shrink():
             _log.warning("%s: a reader is busy, the log is emptied later", self.path)

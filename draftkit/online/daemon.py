@@ -47,6 +47,7 @@ class Daemon:
     buffer: Buffer
     settings: OnlineConfig
     log: Callable[[Refit, Update], None]
+    show: Callable[[], None]  # called after every turn, in which something may have changed
     stop: Event
     bring: Callable[[str], None] = lambda route: None
     clock: Callable[[], float] = time.monotonic
@@ -59,7 +60,11 @@ class Daemon:
         """Update until told to stop, or until `online.most_updates` are done."""
         while not self.stop.is_set() and not self._is_done():
             try:
-                if not any([self._turn(refit) for refit in self.refits]):
+                is_idle = True
+                for refit in self.refits:
+                    is_idle &= not self._turn(refit)
+                    self.show()
+                if is_idle:
                     self.stop.wait(self.settings.poll_seconds)
             except Stopped:
                 return

@@ -37,6 +37,7 @@ from draftkit.online.gate import Judge, Verdict, judge, judge_served
 from draftkit.online.registry import Registry, Version
 
 STATE = "state.safetensors"
+DECISIONS = 200  # of the gate, that are remembered
 DOUBLINGS = 4  # of the wait for the next update, at most
 RECENT_FRACTION = 0.5  # of the rows of a step
 
@@ -124,6 +125,7 @@ class Refit:
             "anchor_change": None,  # of the weights of the last update, since the first version
             "records": 0,  # that updates have seen, of the training side
             "looks": {},  # version -> the number of the last look at it while it was in force
+            "decisions": [],  # the newest `DECISIONS` of the gate, the oldest first
         }
         self._path = self.folder / STATE
         self._trainer: Trainer | None = None
@@ -220,6 +222,9 @@ class Refit:
         state, change = self.state, update.verdict.anchor_change
         state["gates"][base.name] = state["gates"].get(base.name, 0) + 1
         state["refused"] = 0 if update.version else state["refused"] + 1
+        decision = {"time": time.time(), "update": update.number, "base": base.name}
+        decision |= {"version": update.version, **update.verdict.as_dict()}
+        state["decisions"] = [*state["decisions"], decision][-DECISIONS:]
         if update.version:
             state["chosen"][update.version] = self.buffer.last_id(self.route)
         if change is not None:

@@ -16,6 +16,7 @@ import json
 import logging
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from draftkit.artifacts import atomic_path, locked, read_json, remove, sha256_fi
 from draftkit.config.service import DEFAULT_ROUTE
 
 CURRENT, SERVED, ABOUT = "current", "served", "version.json"
+CHANGES = 200  # of the version in force, that the pointer tells of
+PUBLISHED = "published"  # the reason of a change that is no rollback
 NAME = re.compile(r"v[0-9]{6,12}")
 _WEIGHTS = ".safetensors"
 _log = logging.getLogger(__name__)
@@ -155,13 +158,14 @@ class Registry:
         with contextlib.suppress(FileNotFoundError, ValueError, TypeError, KeyError):
             pointer = json.loads(path.read_text(encoding="utf-8"))
             if all(map(NAME.fullmatch, [pointer["name"], *pointer["ancestors"]])):
-                return pointer | {"last": int(pointer["last"])}
+                return {"changes": []} | pointer | {"last": int(pointer["last"])}
         if names and path.exists() and not lenient:
             raise ValueError(
                 f"{path} is damaged, so that nothing says which of {names[0]} to {names[-1]} is in "
                 "force: `rollback` makes the newest whole one current"
             )
-        return {"name": None, "ancestors": [], "last": max([0, *map(_number, names)])}
+        last = max([0, *map(_number, names)])
+        return {"name": None, "ancestors": [], "last": last, "changes": []}
 
     def current(self) -> Version | None:
         """What is to be served; null before `seed`. Raises ValueError if it is not there."""
@@ -173,6 +177,12 @@ class Registry:
         with contextlib.suppress(OSError, ValueError):
             return json.loads((self.path / SERVED).read_text(encoding="utf-8"))
         return None
+
+    def changes(self) -> list[dict[str, Any]]:
+        """The newest changes of the version in force, the oldest first: `time` in seconds since
+        1970, `before` (null: none was known), `name` and `reason`. None of a damaged pointer.
+        """
+        return self._pointer(lenient=True)["changes"]
 
     # Changing
 
@@ -190,9 +200,16 @@ class Registry:
             yield
 
     def _point(self, version: Version, reason: str) -> None:
-        last = max(_number(version.name), self._pointer(lenient=True)["last"])
-        pointer = {"name": version.name, "ancestors": list(version.ancestors)}
-        write_json(self.path / CURRENT, pointer | {"last": last, "reason": reason})
+        before = self._pointer(lenient=True)
+        change = {"time": round(time.time(), 3), "before": before["name"], "name": version.name}
+        pointer = {
+            "name": version.name,
+            "ancestors": list(version.ancestors),
+            "last": max(_number(version.name), before["last"]),
+            "reason": reason,
+            "changes": [*before["changes"], change | {"reason": reason}][-CHANGES:],
+        }
+        write_json(self.path / CURRENT, pointer)
 
     def _write(
         self, write: Callable[[Path], None], parent: Version | None, metrics: dict[str, Any]
@@ -251,7 +268,7 @@ class Registry:
                         "is in force now"
                     )
             version = self._write(write, before, metrics)
-            self._point(version, "published")
+            self._point(version, PUBLISHED)
             return version
 
     def rollback(

@@ -92,7 +92,7 @@ class Metrics(Collector):
         ):
             values = {key: getattr(one, name) for key, one in drafters.items()}
             yield self._family(COUNTER, f"draftkit:{name}", what, values, "route", "version")
-        alphas = {key: one.acceptance / one.tested for key, one in drafters.items() if one.tested}
+        alphas = {key: one.alpha for key, one in drafters.items() if one.tested}
         what = "Mean of sum_x min(p, q), if tested."
         yield self._family(GAUGE, "draftkit:alpha", what, alphas, "route", "version")
         in_force = sorted(self._engine.drafters.versions().items())

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from draftkit.online.buffer import Served
+from draftkit.online.buffer import Served, total
 from draftkit.serving.answers import Job, Piece, TokenScore
 from draftkit.serving.engine import Engine
 from draftkit.serving.intake import Texts
@@ -54,16 +54,13 @@ def speculation(choices: Sequence[Served]) -> Json:
     acceptance_length: tokens for a pass of the target; alpha: mean of sum_x min(p, q) over the
     tested positions. Both are null where nothing was drafted.
     """
-    rounds, drafted, accepted, tested = (
-        sum(getattr(one, name) for one in choices)
-        for name in ("rounds", "drafted", "accepted", "tested")
-    )
+    whole = total(choices)
     return {
-        "rounds": rounds,
-        "drafted": drafted,
-        "accepted": accepted,
-        "acceptance_length": 1 + accepted / rounds if rounds else None,
-        "alpha": sum(one.acceptance for one in choices) / tested if tested else None,
+        "rounds": whole.rounds,
+        "drafted": whole.drafted,
+        "accepted": whole.accepted,
+        "acceptance_length": whole.acceptance_length,
+        "alpha": whole.alpha,
         "drafter_version": ", ".join(sorted({one.version for one in choices})),
     }
 

@@ -118,6 +118,39 @@ def test_counts_are_added_up_by_route_and_version(buffer: Buffer) -> None:
     assert buffer.served("c") == []
 
 
+def test_counts_and_records_are_known_by_time_for_as_long_as_records_are_kept(
+    tmp_path: Path,
+) -> None:
+    clock = Clock()
+    clock.seconds = 100 * DAY + 125
+    buffer = Buffer(tmp_path / "b.sqlite", settings(retention_days=3), clock=clock)
+    one = Served(route="a", version="v000002", requests=1, rounds=2, tested=3, acceptance=0.5)
+    double = replace(one, requests=2, rounds=4, tested=6, acceptance=1.0)
+    buffer.add_served([one, replace(one, route="b")])
+    buffer.append([*entries(range(2), "a"), entry(2, "b")])
+    clock.pass_time(50)  # the same minute
+    buffer.add_served([one])
+    first = 100 * DAY + 120
+    assert buffer.served_by_minute("a") == [(first, double)]
+    clock.pass_time(2 * DAY)
+    buffer.add_served([replace(one, version="v000001"), one])
+    buffer.append([entry(3, "b")])
+    last = 102 * DAY + 120
+    assert buffer.served_by_minute("a")[1:] == [
+        (last, replace(one, version="v000001")),
+        (last, one),
+    ]
+    days = [(100 * DAY, "a", 2), (100 * DAY, "b", 1), (102 * DAY, "b", 1)]
+    assert [tuple(row[:3]) for row in buffer.days()] == days
+    assert all(row[3] > 0 for row in buffer.days())
+    clock.pass_time(2 * DAY)
+    buffer.maintain()
+    assert [at for at, _ in buffer.served_by_minute("a")] == [last, last]
+    assert [tuple(row[:3]) for row in buffer.days()] == days[2:]
+    assert sum(row.requests for row in buffer.served("a")) == 4  # totals stay
+    buffer.close()
+
+
 def test_how_many_wait_is_known_while_it_is_new(tmp_path: Path) -> None:
     clock = Clock()
     buffer = Buffer(tmp_path / "b.sqlite", settings(), clock=clock)

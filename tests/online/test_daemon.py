@@ -58,6 +58,7 @@ def make(*refits: FakeRefit, buffer: FakeBuffer | None = None, **changes: Any):
         buffer=buffer,  # type: ignore[arg-type]
         settings=settings,
         log=lambda refit, update: told.append(refit.route),
+        show=lambda: None,
         stop=stop,
     )
     return daemon, stop, told, buffer

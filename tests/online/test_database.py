@@ -92,6 +92,19 @@ def test_another_format_is_refused_untouched(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
+def test_a_file_without_counts_by_minute_begins_them(tmp_path: Path) -> None:
+    """They came later than the format: no traffic is lost for them."""
+    path, row = tmp_path / "b.sqlite", Served(route="a", version="v000001", requests=1)
+    with closing(Buffer(path, settings())) as buffer:
+        buffer.add_served([row])
+    with closing(sqlite3.connect(path)) as other:
+        other.execute("DROP TABLE served_by_minute")
+    with closing(Buffer(path, settings())) as buffer:
+        buffer.add_served([row])
+        assert [one.requests for _, one in buffer.served_by_minute("a")] == [1]
+        assert [one.requests for one in buffer.served("a")] == [2]
+
+
 def test_a_file_that_others_use_is_opened_beside_them(tmp_path: Path) -> None:
     path = tmp_path / "b.sqlite"
     first = Buffer(path, settings())

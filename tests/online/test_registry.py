@@ -3,6 +3,7 @@
 import json
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,12 +51,8 @@ def test_a_version_says_what_it_is_and_never_changes(registry: Registry) -> None
 def test_rollback_goes_to_the_version_before_or_to_a_named_one(registry: Registry) -> None:
     chain(registry, 3)
     assert registry.rollback(reason="it fell").name == "v000002"
-    assert read_json(registry.path / "current") == {
-        "name": "v000002",
-        "ancestors": ["v000001"],
-        "last": 3,
-        "reason": "it fell",
-    }
+    pointer = {"name": "v000002", "ancestors": ["v000001"], "last": 3, "reason": "it fell"}
+    assert read_json(registry.path / "current") == pointer | {"changes": registry.changes()}
     assert publish(registry, 4).ancestors == ("v000002", "v000001")  # now v000004
     assert registry.rollback("v000003", reason="after all").ancestors == ("v000002", "v000001")
     assert registry.rollback(reason="").name == "v000002"
@@ -68,6 +65,31 @@ def test_rollback_goes_to_the_version_before_or_to_a_named_one(registry: Registr
         with pytest.raises(ValueError, match=f"no whole version {wrong}"):
             registry.rollback(wrong, reason="")
     assert name_of(registry.current()) == "v000001"
+
+
+def test_the_newest_changes_of_what_is_in_force_are_known(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert registry.changes() == []
+    monkeypatch.setattr("draftkit.online.registry.CHANGES", 3)
+    clock = SimpleNamespace(time=iter(range(1, 9)).__next__)
+    monkeypatch.setattr("draftkit.online.registry.time", clock)
+    chain(registry, 3)
+    registry.rollback("v000001", reason="it fell")
+    names = (None, "v000001", "v000002", "v000003", "v000001")
+    reasons = ("the starting drafter", "published", "published", "it fell")
+    assert registry.changes() == [
+        {"time": at + 1, "before": names[at], "name": names[at + 1], "reason": reasons[at]}
+        for at in (1, 2, 3)
+    ]
+    path = registry.path / "current"
+    earlier = {name: value for name, value in read_json(path).items() if name != "changes"}
+    path.write_text(json.dumps(earlier))  # as versions before this one left it
+    assert registry.changes() == []
+    assert publish(registry, 9).parent == "v000001"
+    assert [change["name"] for change in registry.changes()] == ["v000004"]
+    path.write_text("{")
+    assert registry.changes() == []
 
 
 def test_what_fails_while_it_is_written_changes_nothing(registry: Registry) -> None:

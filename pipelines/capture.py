@@ -123,7 +123,7 @@ def capture(config: Config) -> None:
         if target.generation.min_p:
             print("capture: generation_config.json names min_p, which no record says: start vLLM")
             print("capture: with --generation-config vllm, or its answers have another law")
-        recorder = recorder_of(config, buffer)
+        recorder = recorder_of(config, buffer, made.digests["target"])
         proxy = Proxy(
             endpoint.url,
             recorder,

@@ -145,7 +145,7 @@ def serve(config: Config) -> None:
             eos_token_ids=target.eos_token_ids,
             serve=settings,
             decoding=replace(config.decode, gamma=config.proposals),
-            recorder=recorder_of(config, buffer),
+            recorder=recorder_of(config, buffer, fingerprints["target"]),
         )
         intake = Intake(
             texts=Texts(

@@ -57,10 +57,14 @@ def buffer_of(config: Config, fingerprints: Mapping[str, str]) -> Buffer:
     )
 
 
-def recorder_of(config: Config, buffer: Buffer) -> Recorder:
-    """What writes to `buffer`, and to the address of `online.sink`, where there is one."""
+def recorder_of(config: Config, buffer: Buffer, target: str) -> Recorder:
+    """What writes to `buffer`, and to the address of `online.sink`, where there is one.
+
+    target: the checksum of the model that answers.
+    """
     address = config.online.sink
-    return Recorder(buffer, config.online.buffer, None if address is None else Sink(address))
+    sink = None if address is None else Sink(address, target)
+    return Recorder(buffer, config.online.buffer, sink)
 
 
 def checksums_of(config: Config, made: StageFolder) -> dict[str, str]:

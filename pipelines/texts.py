@@ -24,9 +24,8 @@ def texts(config: Config, folder: StageFolder) -> dict[str, Any]:
     target = ModelFolder(config.target)
     data, tokenizer, start = config.data, target.tokenizer, target.start
     lengths, context = lengths_of(config), shared_context(config)
-    splits = make_splits(
-        read_documents(data), data, tokenizer, folder.path, context=context, start=start
-    )
+    documents = read_documents(data, target=folder.digests["target"])
+    splits = make_splits(documents, data, tokenizer, folder.path, context=context, start=start)
     if splits.counts["rows"]:
         folder.note(cut_line(splits.counts, lengths))
     for line in reading_notes(splits.counts, splits.left_out):

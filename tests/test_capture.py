@@ -10,12 +10,14 @@ import pytest
 
 from draftkit.data.corpora import parts_at
 from draftkit.data.messages import read_messages
+from draftkit.data.rows import TARGET
 from draftkit.data.splits import read_splits
 from draftkit.online.sink import Sink
 from draftkit.serving.intake import conversation_of
 from pipelines.capture import capture
 from pipelines.configuration import compose_config
 from pipelines.plan import TEXTS
+from pipelines.product import plan
 from pipelines.service import service_folder
 from pipelines.stage import ensure
 from tests.launching import Forked
@@ -68,9 +70,10 @@ def test_a_proxy_from_start_to_end(pair: list[str], tmp_path: Path, engine: str)
     kept = stored(buffer_of(config))
     assert len(kept) == 3
     files, (part,) = parts_at(sink)
-    copied = pq.read_table(part, filesystem=files).to_pylist()
+    copied = pq.read_table(part, filesystem=files)
     ids = sorted((one.prompt_ids, one.output_ids) for one in kept)
-    assert sorted((row["prompt_ids"], row["output_ids"]) for row in copied) == ids
+    assert sorted((row["prompt_ids"], row["output_ids"]) for row in copied.to_pylist()) == ids
+    assert copied.schema.metadata[TARGET].decode() == plan(TEXTS, config).digests["target"]
     assert (service_folder(config) / "buffer.sqlite").stat().st_mode & 0o077 == 0
 
 
@@ -78,15 +81,21 @@ def test_the_parts_of_a_fleet_are_what_a_stage_reads(pair: list[str], tmp_path: 
     """A new part is new data."""
     address = f"file://{tmp_path}/sink"
     config = compose_config(words(pair, tmp_path, "data=local", f"data.path={address}"))
-    counts = []
+    counts, target = [], plan(TEXTS, config).digests["target"]
     for first in (0, 12):
-        sink = Sink(address)
+        sink = Sink(address, target)
         sink.offer([entry(number) for number in range(first, first + 12)])
         sink.close()
         parts_at.cache_clear()  # as in another process
         splits = read_splits(ensure(TEXTS, config))
         counts.append(len(splits.train) + len(splits.validation) + len(splits.test))
     assert counts == [12, 24]
+    other = Sink(address, "another")
+    other.offer([entry(1)])
+    other.close()
+    parts_at.cache_clear()
+    with pytest.raises(ValueError, match=r"^data\.path .*: recorded of another target \(another\)"):
+        ensure(TEXTS, config)
     with pytest.raises(ValueError, match=r"^data\.path memory://nothing is empty"):
         ensure(
             TEXTS, compose_config(words(pair, tmp_path, "data=local", "data.path=memory://nothing"))

@@ -210,7 +210,7 @@ def test_a_version_is_taken_back_by_command(root: Path, capsys: pytest.CaptureFi
         (
             {"verification": "match"},
             "stored",
-            "decode.verification=match needs the target's weights",
+            "decode.verification=match needs the target",
         ),
     ],
 )

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from draftkit.artifacts import first_line
 from draftkit.config import DataConfig
-from draftkit.data.rows import question_id, row_form
+from draftkit.data.rows import TARGET, question_id, row_form
 from draftkit.data.store import hash_order
 from draftkit.hub import hub_has
 
@@ -107,16 +107,17 @@ class Document:
         return hash_order(f"split {self.id}")
 
 
-def read_documents(data: DataConfig) -> Iterator[Document]:
+def read_documents(data: DataConfig, *, target: str = "") -> Iterator[Document]:
     """The documents that `data` names, in their order, one at a time: text may exceed memory.
 
     A row that cannot be used is one with a `fault`. Raises ValueError, one line that names
-    `data.path`, for a source that cannot be read.
+    `data.path`, for a source that cannot be read, and for parts at an address that were recorded
+    of another model than that of the checksum `target`.
     """
     if data.name == "hub":
         rows = _hub_rows(data)
     elif data.is_remote:
-        rows = _part_rows(str(data.path))
+        rows = _part_rows(str(data.path), target)
     else:
         path, known = data.file, ", ".join(READERS)
         if path.is_dir():
@@ -178,10 +179,16 @@ def _json_rows(path: Path) -> Rows:
             yield f"line {number}", row
 
 
-def _parquet_rows(path: Path, content: Any = None) -> Rows:
+def _parquet_rows(path: Path, content: Any = None, target: str = "") -> Rows:
     """The rows of the file at `path`, or of its open `content`."""
     try:
         with pq.ParquetFile(path if content is None else content) as file:
+            of = (file.schema_arrow.metadata or {}).get(TARGET, b"").decode() or target
+            if target and of != target:
+                raise ValueError(
+                    f"data.path {path}: recorded of another target ({of}) than target.path "
+                    f"({target}): name the one that was served, and an address for each"
+                )
             batches = file.iter_batches(batch_size=1024)
             rows = (batch.slice(at, 1) for batch in batches for at in range(batch.num_rows))
             for number, row in enumerate(rows, start=1):
@@ -212,7 +219,7 @@ def parts_at(address: str) -> tuple[Any, list[str]]:
         ) from error
 
 
-def _part_rows(address: str) -> Rows:
+def _part_rows(address: str, target: str) -> Rows:
     files, parts = parts_at(address)
     for part in parts:
         try:
@@ -220,7 +227,7 @@ def _part_rows(address: str) -> Rows:
         except OSError as error:
             raise ValueError(f"data.path {part}: not readable ({first_line(error)})") from error
         with content:
-            for origin, row in _parquet_rows(Path(part), content):
+            for origin, row in _parquet_rows(Path(part), content, target):
                 yield f"{Path(part).name}, {origin}", row
 
 

@@ -23,6 +23,7 @@ ANSWERS = {
 }
 COLUMNS = ("messages", "prompt", "text", *CHATS[1:], *[*ANSWERS][1:])
 IDS = ("prompt_ids", "output_ids")  # of a record
+TARGET = b"draftkit_target"  # in the metadata of a part: the checksum of the model that wrote it
 MORE = {"instruction": ("input", "context"), "question": ("context",)}
 TURNS = ({"role", "content"}, {"from", "value"})  # keys by which JSON text is a chat
 

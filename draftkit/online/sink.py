@@ -23,9 +23,10 @@ from fsspec.implementations.local import LocalFileSystem
 
 from draftkit.artifacts import atomic_path, first_line
 from draftkit.data.rollouts import Record
-from draftkit.data.rows import IDS
+from draftkit.data.rows import IDS, TARGET
 
 QUEUE = 1024  # records that wait to be sent; more are dropped
+QUEUE_TOKENS = 1 << 22  # of these together, some 40 bytes each
 PART_TOKENS = 1 << 20  # of a part, some 4 MB before it is packed
 PART_SECONDS = 300.0  # after which a part is sealed, however small
 LOOK_SECONDS = 0.5
@@ -46,12 +47,15 @@ log = logging.getLogger(__name__)
 class Sink:
     """Sends records to `address`, a folder; see the module's docstring. Close it at the end.
 
-    Raises ValueError naming `online.sink` for an address that cannot be used.
+    target: the checksum of the model whose answers they are, which every part names. Raises
+    ValueError naming `online.sink` for an address that cannot be used.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, target: str) -> None:
         self._address = re.sub(r"//[^/@]*@", "//", address)  # as it is shown, without a password
         self._refused = self._lost = 0  # by whoever offers, and by the thread that sends
+        self._came = self._gone = 0  # tokens, by the same two
+        self._schema = SCHEMA.with_metadata({TARGET: target})
         try:
             self._files, self._folder = fsspec.url_to_fs(address)
             names = self._files.protocol
@@ -67,7 +71,7 @@ class Sink:
                 f"online.sink={self._address}: {first_line(error)}: name a folder by fsspec, as "
                 "file:///DIR, s3://BUCKET/DIR or gs://BUCKET/DIR, and install what it needs"
             ) from error
-        self._queue: queue.Queue[tuple[str, Record]] = queue.Queue(QUEUE)
+        self._queue: queue.SimpleQueue[tuple[str, Record]] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sink", daemon=True)
         self._thread.start()
@@ -80,10 +84,11 @@ class Sink:
     def offer(self, entries: Entries) -> None:
         """Take records, each with its route; never waits."""
         for entry in entries:
-            try:
-                self._queue.put_nowait(entry)
-            except queue.Full:
+            if self._queue.qsize() >= QUEUE or self._came - self._gone >= QUEUE_TOKENS:
                 self._refused += 1
+                continue
+            self._came += tokens_of(entry[1])
+            self._queue.put(entry)
 
     def close(self) -> None:
         """Send what is left, within `CLOSE_SECONDS`, and end."""
@@ -98,7 +103,8 @@ class Sink:
             try:
                 route, record = self._queue.get(timeout=LOOK_SECONDS)
                 part.append((route, record))
-                tokens += len(record.prompt_ids) + len(record.output_ids)
+                tokens += tokens_of(record)
+                self._gone += tokens_of(record)
             except queue.Empty:
                 pass
             if tokens >= PART_TOKENS or time.monotonic() >= began + PART_SECONDS:
@@ -111,7 +117,7 @@ class Sink:
             return
         name = f"{self._folder}/part-{time.time_ns()}-{secrets.token_hex(4)}.parquet"
         try:
-            self._put(name, packed(part))
+            self._put(name, packed(part, self._schema))
         except Exception as error:  # serving goes on, whatever the address says
             self._lost += len(part)
             log.error("%s takes no records, %d are lost: %s", self._address, len(part), error)
@@ -129,7 +135,11 @@ class Sink:
             self._files.mv(f"{name}.part", name)
 
 
-def packed(part: Entries) -> bytes:
+def tokens_of(record: Record) -> int:
+    return len(record.prompt_ids) + len(record.output_ids)
+
+
+def packed(part: Entries, schema: pa.Schema) -> bytes:
     """The bytes of a part."""
     rows = [
         {
@@ -140,6 +150,6 @@ def packed(part: Entries) -> bytes:
         for route, one in part
     ]
     content = io.BytesIO()
-    table = pa.Table.from_pylist(rows, schema=SCHEMA)
+    table = pa.Table.from_pylist(rows, schema=schema)
     pq.write_table(table, content, compression="zstd", write_page_checksum=True)
     return content.getvalue()

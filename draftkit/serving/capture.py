@@ -7,6 +7,7 @@ gate can judge. Ids come from the engine where it knows `return_token_ids` (vLLM
 tokenizer, which may cut a text otherwise than it was sampled.
 """
 
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -47,6 +48,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 # By these a template may write another prompt than ours.
 UNTOLD = ("tools", "documents", "chat_template_kwargs", "reasoning_effort")
 LEAST_TEMPERATURE = 0.01  # of vLLM, above 0
+# How many requests wait, as vLLM, SGLang and llama.cpp say it, a line for each engine behind them.
+WAITING = re.compile(
+    rb"^(?:vllm:num_requests_waiting|sglang:num_queue_reqs|llamacpp:requests_deferred)"
+    rb"(?:\{.*\})? ([\d.]+(?:e\+\d+)?)$",
+    re.MULTILINE,
+)
 
 
 def is_recordable(body: Any) -> bool:
@@ -82,6 +89,11 @@ def sampling_of(body: Mapping[str, Any], default: SamplingConfig) -> dict[str, f
     return law | {"top_k": max(0.0, law["top_k"])}  # -1 cuts nothing either
 
 
+def waiting_in(metrics: bytes) -> int:
+    """How many requests wait at the engine, by what it has at /metrics; 0 where it does not say."""
+    return int(sum(map(float, WAITING.findall(metrics))))
+
+
 @dataclass
 class Choice:
     """One answer as far as it has come."""
@@ -96,14 +108,14 @@ class Choice:
 class Exchange:
     """One request that may be recorded, and its reply, whole or event by event.
 
-    body: what the engine is sent. has_ids: whether the engine tells the ids of what it reads and
-    writes, for which it is asked here.
+    body: what the engine is sent. length: bytes that the client sent. has_ids: whether the engine
+    tells the ids of what it reads and writes, for which it is asked here.
     """
 
-    def __init__(self, body: dict[str, Any], *, has_ids: bool) -> None:
+    def __init__(self, body: dict[str, Any], *, length: int, has_ids: bool) -> None:
         self.asks = has_ids and not body.get(ASKED)  # for what the client did not
         self.body = {**body, ASKED: True} if self.asks else body
-        self._has_ids, self._usage = has_ids, 0
+        self._has_ids, self._usage, self._length = has_ids, 0, length
         self._choices: dict[int, Choice] = {}
         self.speculation: Served | None = None
 
@@ -162,6 +174,13 @@ class Exchange:
     def tokens(self) -> int:
         """Those of the answers that have ended, as far as the engine tells."""
         return sum(len(one.output_ids) for _, one in self.answers()) or self._usage
+
+    @property
+    def size(self) -> int:
+        """About how many numbers are held here: four characters take the room of one."""
+        choices = self._choices.values()
+        characters = self._length + sum(len(one.text) for one in choices)
+        return characters // 4 + sum(len(one.prompt_ids) + len(one.output_ids) for one in choices)
 
     def answers(self) -> list[tuple[int, Choice]]:
         """The answers that have ended, by their number."""

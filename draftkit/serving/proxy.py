@@ -11,6 +11,7 @@ import copy
 import json
 import random
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -23,11 +24,11 @@ from draftkit.artifacts import first_line
 from draftkit.config import DEFAULT_ROUTE, SamplingConfig
 from draftkit.data.rollouts import Record
 from draftkit.serving.answers import Counters
-from draftkit.serving.capture import SAMPLER, Exchange, is_recordable
+from draftkit.serving.capture import SAMPLER, Exchange, is_recordable, waiting_in
 from draftkit.serving.intake import RECORD_HEADER, ROUTE_HEADER, Texts
 from draftkit.serving.metrics import CONTENT_TYPE
 from draftkit.serving.protocol import ApiError
-from draftkit.serving.recorder import Recorder
+from draftkit.serving.recorder import TELL_SECONDS, Recorder
 from draftkit.serving.server import CHAT, COMPLETIONS, MAX_BODY_BYTES, OPEN_PATHS, check_caller
 
 # Of one connection (RFC 9110, 7.6.1), and what the server sends itself.
@@ -40,6 +41,7 @@ HOP = frozenset(
 OURS = frozenset((RECORD_HEADER, ROUTE_HEADER))
 CHANGED = frozenset(("content-length", "accept-encoding", "content-encoding"))  # by a recording
 METRICS = "/metrics"
+NO_METRICS = frozenset((401, 403, 404, 501))  # of an engine that has none, or none for us
 EVENT = b"data:"
 # What is no reply of OpenAI's API passes as it is.
 UNREADABLE = (ValueError, ArithmeticError, RecursionError, TypeError, LookupError, AttributeError)
@@ -91,6 +93,7 @@ class Proxy:
             trust_env=False,
         )
         self._counters = Counters()
+        self._looking: asyncio.Task[None] | None = None
         self._routes, self._version = frozenset(routes), version
         self._registry = CollectorRegistry()
         self._requests = Counter(
@@ -105,13 +108,27 @@ class Proxy:
         dropped.set_function(lambda: recorder.dropped)
 
     def counters(self) -> Counters:
-        """The acceptance that the engine reported, by route, up to now."""
+        """The acceptance that the engine reported, by route, and how many requests wait there."""
         return copy.deepcopy(self._counters)
+
+    async def _look(self) -> None:
+        """Keep reading how many requests wait at the engine, where it tells."""
+        address = self._url.copy_with(path=self._url.path.rstrip("/") + METRICS)
+        status = 0
+        while status not in NO_METRICS:
+            queued = 0
+            with suppress(httpx.HTTPError):
+                reply = await self._client.get(address, timeout=TELL_SECONDS)
+                status, queued = reply.status_code, waiting_in(reply.content)
+            self._counters.queued = queued
+            await asyncio.sleep(TELL_SECONDS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The app: every request that may come in is answered by the engine."""
         if scope["type"] != "http":
             return
+        if self._looking is None:
+            self._looking = asyncio.create_task(self._look())
         request = Request(scope, receive)
         try:
             if request.url.path not in OPEN_PATHS:
@@ -208,7 +225,7 @@ class Proxy:
             return self._count("opted_out")
         if not is_recordable(body) or body.get("model") not in self._models:
             return self._count("other_law")
-        return Exchange(body, has_ids=self._has_ids)
+        return Exchange(body, length=len(content), has_ids=self._has_ids)
 
     async def _body(
         self, reply: httpx.Response, exchange: Exchange, route: str
@@ -269,7 +286,7 @@ class Proxy:
             self._count("recorded" if made else "unknown")
             return made
 
-        if not self._recorder.take(route, make):
+        if not self._recorder.take(route, make, exchange.size):
             self._count("dropped")
 
     def _count(self, outcome: str) -> None:
@@ -285,6 +302,8 @@ class Proxy:
         return Response(content + generate_latest(self._registry), media_type=CONTENT_TYPE)
 
     async def close(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
         await self._client.aclose()
 
 

@@ -1,9 +1,9 @@
 """From finished answers to the traffic buffer, on a thread of its own: serving never waits.
 
-Answers wait in a bounded queue, become records and are written together; where the queue is full or
-the disk refuses, records are dropped and counted. Of requests whose owner opted out only counts are
-written, which hold no text. Whatever is recorded, what is in the buffer does not outlive its time:
-the same thread looks after it. Knows no models and no HTTP.
+Answers wait in a queue of bounded number and size, become records and are written together; where
+it is full or the disk refuses, records are dropped and counted. Of requests whose owner opted out
+only counts are written, which hold no text. Whatever is recorded, what is in the buffer does not
+outlive its time: the same thread looks after it. Knows no models and no HTTP.
 """
 
 import logging
@@ -16,12 +16,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
 from draftkit.config import BufferConfig
-from draftkit.data.rollouts import Record
+from draftkit.data.rollouts import SCHEMA, Record
+from draftkit.data.store import pack
 from draftkit.online.buffer import COUNTS, Buffer, Served
 from draftkit.online.sink import Sink
 from draftkit.serving.answers import Answer, Counters, DrafterKey
 
-QUEUE = 1024  # records that wait to be written; more are dropped
+QUEUE = 1024  # answers that wait to be written; more are dropped
+QUEUE_NUMBERS = 1 << 22  # ids and scores that they hold together, of some 40 bytes each
 BATCH = 64  # records of a transaction, at most
 GATHER_SECONDS = 0.25  # for which a batch is gathered, as each costs a flush to the disk
 TELL_SECONDS = 1.0  # between two tellings of counts
@@ -40,9 +42,10 @@ class Recorder:
     def __init__(self, store: Buffer, settings: BufferConfig, sink: Sink | None = None) -> None:
         self.top_k = settings.top_k
         self._refused = self._lost = 0  # by whoever offers, and by the thread that writes
+        self._came = self._gone = 0  # numbers that answers hold, by the same two
         self._store, self._sink = store, sink
         self._fraction = settings.fraction
-        self._queue: queue.Queue[tuple[str, Make]] = queue.Queue(QUEUE)
+        self._queue: queue.SimpleQueue[tuple[str, Make, int]] = queue.SimpleQueue()
         self._written: dict[DrafterKey, Served] = {}
         self._failing = False
         self._stopping = threading.Event()
@@ -58,23 +61,26 @@ class Recorder:
         is_wanted = answer.job.records and random.random() < self._fraction
         if is_wanted and answer.completion.output_ids:
             scores = self.top_k > 0
-            self.take(answer.job.route, lambda: [record_of(answer, with_scores=scores)])
+            size = len(answer.job.prompt_ids) + len(answer.completion.output_ids)
+            size += 2 * sum(map(len, answer.completion.topk_ids))
+            self.take(answer.job.route, lambda: [record_of(answer, with_scores=scores)], size)
 
-    def take(self, route: str, make: Make) -> bool:
+    def take(self, route: str, make: Make, size: int) -> bool:
         """Take records of `route`, which `make` makes on the thread that writes; never waits.
 
-        False where there is no room for them.
+        size: the numbers that are held until then. False where there is no room for them.
         """
-        try:
-            self._queue.put_nowait((route, make))
-        except queue.Full:
+        if self._queue.qsize() >= QUEUE or self._came - self._gone + size > QUEUE_NUMBERS:
             self._refused += 1
             return False
+        self._came += size
+        self._queue.put((route, make, size))
         return True
 
     def start(self, counters: Callable[[], Counters]) -> None:
         """Write from now on, also what `counters` says, and delete what is too old."""
         self._counters = counters
+        pack([], SCHEMA)  # of Arrow the first takes most of a second, and all threads wait for it
         self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
         self._thread.start()
 
@@ -111,11 +117,12 @@ class Recorder:
         entries = list[tuple[str, Record]]()
 
         def append() -> None:
-            entries.extend((route, record) for route, make in batch for record in make())
+            entries.extend((route, record) for route, make, _ in batch for record in make())
             self._store.append(entries)
 
         if batch and not self._try(append):
             self._lost += len(entries) or len(batch)
+        self._gone += sum(size for _, _, size in batch)
         if self._sink is not None:
             self._sink.offer(entries)
 

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ from draftkit.online import sink
 from draftkit.online.sink import Sink
 from tests.serving.fakes import wait_for
 from tests.tiny import byte_tokenizer
+
+TARGET = "a checksum"
+sink_at = partial(Sink, target=TARGET)
 
 
 @pytest.fixture(params=["file", "memory"])
@@ -56,7 +60,7 @@ def rows(address: str) -> list[dict[str, Any]]:
 
 
 def test_what_is_offered_is_there_in_order_when_it_closes(address: str) -> None:
-    made = Sink(address)
+    made = sink_at(address)
     made.offer([entry(number) for number in range(40)])
     made.close()
     assert made.dropped == 0
@@ -75,7 +79,7 @@ def test_a_part_is_sealed_by_its_size_and_by_its_age(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sink, "PART_TOKENS", 50)  # ten records
-    made = Sink(address)
+    made = sink_at(address)
     made.offer([entry(number) for number in range(25)])
     assert wait_for(lambda: len(parts(address)) == 2)
     monkeypatch.setattr(sink, "PART_SECONDS", 0.0)
@@ -84,7 +88,7 @@ def test_a_part_is_sealed_by_its_size_and_by_its_age(
 
 
 def test_two_writers_share_an_address(address: str) -> None:
-    both = [Sink(address), Sink(address)]
+    both = [sink_at(address), sink_at(address)]
     for number, one in enumerate(both):
         one.offer([entry(100 * number + n) for n in range(10)])
         one.close()
@@ -96,7 +100,7 @@ def test_an_address_that_takes_nothing_costs_its_records_and_nobody_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sink, "QUEUE", 8)
-    made = Sink("memory://refusing")
+    made = sink_at("memory://refusing")
 
     def refuse(*_: Any) -> None:
         raise OSError("it is full")
@@ -110,11 +114,19 @@ def test_an_address_that_takes_nothing_costs_its_records_and_nobody_waits(
     assert parts("memory://refusing") == []
 
 
-def test_an_address_that_hangs_keeps_nobody_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, released = Sink("memory://hanging"), threading.Event()
-    monkeypatch.setattr(made._files, "pipe_file", lambda *_: released.wait(60))
+@pytest.mark.parametrize(("limit", "value"), [("QUEUE", 8), ("QUEUE_TOKENS", 40)])
+def test_an_address_that_hangs_holds_few_records_and_keeps_nobody_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, limit: str, value: int
+) -> None:
+    made, reached, released = sink_at("memory://hanging"), threading.Event(), threading.Event()
+    monkeypatch.setattr(made._files, "pipe_file", lambda *_: (reached.set(), released.wait(60)))
     monkeypatch.setattr(sink, "CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(sink, "PART_TOKENS", 1)
+    monkeypatch.setattr(sink, limit, value)
     made.offer([entry(1)])
+    assert reached.wait(10)
+    made.offer([entry(number) for number in range(30)])  # of five tokens each
+    assert made.dropped == 22
     began = time.monotonic()
     made.close()
     assert time.monotonic() - began < 5
@@ -125,7 +137,7 @@ def test_where_files_grow_in_sight_a_part_takes_its_name_when_it_is_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sink, "OBJECTS", ())
-    made = Sink("memory://growing")
+    made = sink_at("memory://growing")
     moved = list[tuple[str, str]]()
     real = made._files.mv
     monkeypatch.setattr(made._files, "mv", lambda a, b: (moved.append((a, b)), real(a, b)))
@@ -137,17 +149,17 @@ def test_where_files_grow_in_sight_a_part_takes_its_name_when_it_is_whole(
 
 
 def test_an_address_of_an_unknown_kind_is_refused_in_one_line() -> None:
-    for use, key in ((Sink, "online.sink"), (parts_at, "data.path")):
+    for use, key in ((sink_at, "online.sink"), (parts_at, "data.path")):
         with pytest.raises(ValueError, match=rf"^{key}\W+nowhere://x") as error:
             use("nowhere://x")
         assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match=r"^online\.sink=nowhere://x/y") as error:
-        Sink("nowhere://me:secret@x/y")
+        sink_at("nowhere://me:secret@x/y")
     assert "secret" not in str(error.value)
 
 
 def write_until_killed(address: str) -> None:
-    made, number = Sink(address), 0
+    made, number = sink_at(address), 0
     while True:
         made.offer([entry(number, tokens=400)])
         number += 1
@@ -171,7 +183,7 @@ def test_a_kill_leaves_whole_parts_alone(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_parts_are_data_for_another_machine(address: str) -> None:
     """Ids as they were served, a conversation in one split, and ids of another model left out."""
-    made = Sink(address)
+    made = sink_at(address)
     made.offer([entry(number) for number in range(40)])
     made.close()
     data = DataConfig(name="local", path=address, max_bad_rows=0.5)
@@ -182,7 +194,7 @@ def test_parts_are_data_for_another_machine(address: str) -> None:
     assert [one.token_ids for one in examples] == [[n, 7, n, n, n] for n in range(40)]
     assert [one.prompt_ids for one in examples] == [[n, 7] for n in range(40)]
     assert len({document.id for document, _ in read}) == 20
-    other, shape = Sink(address), vars(entry(1)[1])
+    other, shape = sink_at(address), vars(entry(1)[1])
     for odd in ({"output_ids": [999_999]}, {"prompt_ids": [1] * 64}):
         other.offer([("default", Record(**shape | odd))])
     other.close()
@@ -191,6 +203,22 @@ def test_parts_are_data_for_another_machine(address: str) -> None:
     assert sum(len(made) for _, made in reader.read(read_documents(data))) == 40
     # Ids of another vocabulary, and a prompt that would have to be cut open.
     assert (reader.counts["rows_bad"], reader.counts["rows_dropped"]) == (1, 1)
+
+
+def test_parts_of_another_target_are_refused_and_those_that_name_none_are_not(address: str) -> None:
+    made = sink_at(address)
+    made.offer([entry(number) for number in range(4)])
+    made.close()
+    data = DataConfig(name="local", path=address)
+    parts_at.cache_clear()
+    assert len([*read_documents(data, target=TARGET)]) == 4
+    with pytest.raises(ValueError, match=r"^data\.path .*: recorded of another target") as error:
+        next(read_documents(data, target="another"))
+    assert "\n" not in str(error.value)
+    files, (part,) = parts_at(address)
+    table = pq.read_table(part, filesystem=files).replace_schema_metadata()
+    pq.write_table(table, part, filesystem=files)  # as another program writes it
+    assert len([*read_documents(data, target="another")]) == 4
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from starlette.routing import Route
 from draftkit.config import BufferConfig, SamplingConfig
 from draftkit.data.rollouts import Record
 from draftkit.online.buffer import Buffer
-from draftkit.serving.capture import is_recordable
+from draftkit.serving.capture import is_recordable, waiting_in
 from draftkit.serving.intake import Texts
 from draftkit.serving.proxy import Proxy
 from draftkit.serving.recorder import Recorder
@@ -58,6 +58,7 @@ class Stub:
     seen: list[tuple[str, str, bytes, dict[str, str]]] = field(default_factory=list)
     waiting: int = 0
     lines: str = ""  # of every stream, if any
+    metrics: bytes = b"engine:up 1\n"  # which the proxy reads of itself too, so not `seen`
 
     def choice(self, body: dict[str, Any], index: int, part: str, ids: list[int]) -> dict[str, Any]:
         is_chat, streams = "messages" in body, body.get("stream", False)
@@ -129,12 +130,12 @@ class Stub:
         return Response(compact(reply), media_type="application/json")
 
     async def other(self, request: Request) -> Response:
-        content = await request.body()
-        self.seen.append((request.method, str(request.url), content, dict(request.headers)))
         if request.url.path == "/none/metrics":
             return Response(status_code=501)
-        if request.url.path == "/metrics":
-            return Response(b"engine:up 1\n", media_type="text/plain")
+        if request.url.path.endswith("/metrics"):
+            return Response(self.metrics, media_type="text/plain")
+        content = await request.body()
+        self.seen.append((request.method, str(request.url), content, dict(request.headers)))
         if request.url.path == "/v1/models" and not request.url.query:
             return JSONResponse({"data": [{"id": "m", "owned_by": "vllm"}]})
         return Response(content[::-1], 207, {"x-engine": "a", "content-language": "de"})
@@ -178,11 +179,15 @@ def capturing(
     *,
     fraction: float = 1.0,
     path_of_engine: str = "",
+    engine: str = "",
     **options: Any,
 ) -> Iterator[Capture]:
+    """engine: the address of one that runs, in place of a stub that ends with the block."""
     stub = stub or Stub()
     settings = BufferConfig()
-    with running(stub.app) as engine, contextlib.closing(Buffer(path / "b.sqlite", settings)) as b:
+    with contextlib.ExitStack() as stack:
+        engine = engine or stack.enter_context(running(stub.app))
+        b = stack.enter_context(contextlib.closing(Buffer(path / "b.sqlite", settings)))
         recorder = Recorder(b, settings)
         given: dict[str, Any] = {
             **{"has_ids": stub.knows_ids, "default": DEFAULT, "routes": ("default", "code")},
@@ -474,6 +479,44 @@ def test_what_became_of_requests_is_counted_behind_the_engines_own_metrics(tmp_p
         body = ask(capture.address, "/metrics").body
         assert body.startswith(b"engine:up 1\n")
         assert b"draftkit:records_dropped 0.0" in body
+
+
+def test_an_answer_that_finds_no_room_is_passed_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("draftkit.serving.recorder.QUEUE_NUMBERS", 1000)
+    with capturing(tmp_path) as capture:
+        for long in ("a" * 5000, "Say"):
+            body = {**COMPLETION, "prompt": long}
+            assert ask(capture.address, "/v1/completions", body).status == 200
+        assert wait_for(lambda: capture.outcomes() == {"dropped": 1, "recorded": 1})
+
+
+@pytest.mark.parametrize(
+    ("metrics", "waiting"),
+    [
+        (
+            b'vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 4.0\n'
+            b'vllm:num_requests_waiting{engine="0",model_name="a } b"} 7.0\n'
+            b'vllm:num_requests_waiting{engine="1",model_name="m"} 5.0\n',
+            12,
+        ),
+        (b'# HELP x y\nsglang:num_queue_reqs{model_name="m",tp_rank="0"} 12.0\n', 12),
+        (b"llamacpp:requests_deferred 12\n", 12),
+        (b"vllm:num_requests_waiting NaN\n", 0),
+    ],
+)
+def test_what_waits_at_the_engine_is_what_the_daemon_hears(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metrics: bytes, waiting: int
+) -> None:
+    assert waiting_in(metrics) == waiting
+    monkeypatch.setattr("draftkit.serving.proxy.TELL_SECONDS", 0.05)
+    monkeypatch.setattr("draftkit.serving.recorder.TELL_SECONDS", 0.05)
+    with capturing(tmp_path, Stub(metrics=metrics)) as capture:
+        ask(capture.address, "/v1/models")
+        assert wait_for(lambda: capture.buffer.queued(within=5) == waiting)
+        capture.stub.metrics = b"engine:up 1\n"
+        assert wait_for(lambda: capture.buffer.queued(within=5) == 0)
 
 
 def test_an_engine_that_is_gone_is_told_in_one_line(tmp_path: Path) -> None:

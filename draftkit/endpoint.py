@@ -17,6 +17,8 @@ from draftkit.config import SamplingConfig
 
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 COMPLETIONS = "/v1/completions"
+ASKED = "return_token_ids"  # of a request to vLLM, ...
+PROMPT_IDS, IDS = "prompt_token_ids", "token_ids"  # ... and what its reply names them
 OTHERWISE = (JSONDecodeError, KeyError, IndexError, TypeError, AttributeError)  # of other answers
 PASSING = {408, 409, 429}  # states that may pass, beside those of 500 and more
 FIRST_WAIT, LONGEST_WAIT = 0.5, 8.0  # seconds before all addresses are asked again; they double
@@ -156,6 +158,18 @@ class Endpoint:
             return [{**served[0]}, *({**one} for one in served[1:])]
         except OTHERWISE as error:
             raise self.failure("names no model at /v1/models", self.urls[at]) from error
+
+    def ids_of(
+        self, model: str, text: str, *, at: int = 0
+    ) -> tuple[list[int] | None, list[int] | None]:
+        """By which ids the server reads `text`, and those of a token that it answers; None where
+        it tells none."""
+        body = {"model": model, "prompt": text, "max_tokens": 1, ASKED: True}
+        try:
+            choice = self.ask(COMPLETIONS, body, at=at).json()["choices"][0]
+            return choice.get(PROMPT_IDS), choice.get(IDS)
+        except OTHERWISE as error:
+            raise self.failure("answers no completion", self.urls[at]) from error
 
     def model(self) -> dict[str, Any]:
         """The first of its `models`."""

@@ -19,11 +19,10 @@ from draftkit.config import DEFAULT_ROUTE, Config
 from draftkit.data.corpora import read_documents
 from draftkit.data.prompts import RowReader
 from draftkit.data.rollouts import Record
-from draftkit.endpoint import COMPLETIONS, OTHERWISE, Endpoint
+from draftkit.endpoint import Endpoint
 from draftkit.models.files import ModelFolder
 from draftkit.models.vocabulary import count_ids
 from draftkit.online.buffer import Buffer
-from draftkit.serving.capture import ASKED, IDS, PROMPT_IDS
 from draftkit.serving.intake import Texts, conversation_of
 from draftkit.serving.proxy import Proxy
 from draftkit.serving.recorder import BATCH
@@ -44,18 +43,13 @@ def knows_ids(endpoint: Endpoint, model: str, texts: Texts) -> bool:
 
     Raises ValueError naming `engine.url` for one that reads a text by other ids than `target.path`.
     """
-    body = {"model": model, "prompt": PROBE, "max_tokens": 1, ASKED: True}
-    try:
-        choice = endpoint.ask(COMPLETIONS, body).json()["choices"][0]
-    except OTHERWISE as error:
-        raise endpoint.failure("answers no completion") from error
-    read, expected = choice.get(PROMPT_IDS), texts.encode(PROBE)
+    (read, written), expected = endpoint.ids_of(model, PROBE), texts.encode(PROBE)
     if read and read != expected:
         raise endpoint.failure(
             f"reads {PROBE!r} as {read}, and the tokenizer of target.path as {expected}: name the "
             "model that it serves by target.path"
         )
-    return bool(read and choice.get(IDS))
+    return bool(read and written)
 
 
 def logged(config: Config) -> Iterator[Record]:

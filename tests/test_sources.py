@@ -1,4 +1,4 @@
-"""`source` and `generate.url` as the commands see them: who samples, what is kept or refused."""
+"""`source` and `target.urls` as the commands see them: who samples, what is kept or refused."""
 
 import json
 from dataclasses import replace

@@ -167,7 +167,7 @@ def remote_target(
     for an engine that serves another model, that does not score, or scores one text in two ways.
     """
     outline = load_outline(model, hardware)
-    ids = outline.tokenizer.encode(PROBE, add_special_tokens=False)
+    ids = outline.tokenizer.encode(PROBE)
     with Endpoint(KEY, *model.urls, retries=RETRIES) as server:
         served = [server.models(at)[0]["id"] for at in range(len(model.urls))]
         if len({*served}) > 1:
@@ -192,17 +192,14 @@ def check_ids(
     server: Endpoint, name: str, ids: Sequence[int], model: TargetConfig, at: int, url: str
 ) -> None:
     """Raise ValueError unless the engine reads `PROBE` as `ids`, those of `target.path`."""
-    body = {"model": name, "prompt": PROBE, "max_tokens": 1, "return_token_ids": True}
-    body["add_special_tokens"] = False
-    choice = server.ask(COMPLETIONS, body, at=at).json()["choices"][0]
-    read = choice.get("prompt_token_ids")
-    if read is None:
+    read, written = server.ids_of(name, PROBE, at=at)
+    if not written:
         raise server.failure(
             "tells no ids of its texts (return_token_ids), of which nobody knows what was sampled: "
             "use vLLM",
             url,
         )
-    if read != ids:
+    if read and read != ids:
         raise server.failure(
             f"reads {PROBE!r} by other ids than the tokenizer of {model.named}: name the model "
             "that it serves by target.path",

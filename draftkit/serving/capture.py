@@ -16,11 +16,10 @@ from typing import Any
 from draftkit.config import SamplingConfig
 from draftkit.data.messages import read_messages
 from draftkit.data.rollouts import Record
+from draftkit.endpoint import ASKED, IDS, PROMPT_IDS
 from draftkit.online.buffer import Served
 from draftkit.serving.intake import Texts, conversation_of
 
-ASKED = "return_token_ids"
-PROMPT_IDS, IDS = "prompt_token_ids", "token_ids"  # of a reply
 SAMPLER = "engine"  # also the version of its drafter, where that is not known
 LAW = ("temperature", "top_k", "top_p", "repetition_penalty")
 # What else a request may name: what leaves the law as it is, whatever it says, ...

@@ -159,10 +159,9 @@ def watch(config: Config, folder: Path, stop: Event) -> None:
         write_json(account / SUMMARY, summary_of(refits))
 
     page = ServicePage(config.name, folder, refits, buffer)
-    options = {"settings": config.online, "log": log, "show": page.refresh, "stop": stop}
     try:
         with bringing(config, made, target, [refit.registry for refit in refits]) as bring:
-            loop = Daemon(refits, buffer=buffer, bring=bring, **options)
+            loop = Daemon(refits, buffer, config.online, log, page.refresh, stop, bring)
             print(f"online: watching {folder}", flush=True)
             loop.run()
             write_json(account / SUMMARY, summary_of(refits))

@@ -50,9 +50,9 @@ CREATE INDEX IF NOT EXISTS records_by_time ON records (kept, route, size);
 CREATE TABLE IF NOT EXISTS served (
     route TEXT NOT NULL, version TEXT NOT NULL, {_COUNTED}, UNIQUE (route, version));
 CREATE TABLE IF NOT EXISTS served_by_minute (
+    route TEXT NOT NULL,
     minute INTEGER NOT NULL, -- since 1970
-    route TEXT NOT NULL, version TEXT NOT NULL, {_COUNTED},
-    PRIMARY KEY (minute, route, version)) WITHOUT ROWID;
+    {_COUNTED}, PRIMARY KEY (route, minute)) WITHOUT ROWID;
 """
 _SPLIT_BITS = 53  # what a float holds exactly
 _GROWTH = 16  # the part of its room, 1 / this, after which a buffer is looked after
@@ -304,19 +304,19 @@ class Buffer:
                 _log.warning("%s", error)
 
     def add_served(self, rows: Sequence[Served]) -> None:
-        """Add counts to those of the same route and version, and to those of this minute.
+        """Add counts to those of their route and version, and to those of their route this minute.
 
         Raises OSError as `append`.
         """
         sums = ", ".join(f"{name} = {name} + excluded.{name}" for name in COUNTS[2:])
         minute = {"minute": int(self.clock() // _MINUTE)}
         with self._database.writing() as connection:
-            for table, when in (("served", {}), ("served_by_minute", minute)):
-                names, keys = [*when, *COUNTS], [*when, *COUNTS[:2]]
+            for table, key in (("served", "version"), ("served_by_minute", "minute")):
+                names = ["route", key, *COUNTS[2:]]
                 connection.executemany(
                     f"INSERT INTO {table} ({', '.join(names)}) VALUES (:{', :'.join(names)})"
-                    f" ON CONFLICT ({', '.join(keys)}) DO UPDATE SET {sums}",
-                    [when | asdict(row) for row in rows],
+                    f" ON CONFLICT (route, {key}) DO UPDATE SET {sums}",
+                    [asdict(row) | minute for row in rows],
                 )
 
     def served(self, route: str) -> list[Served]:
@@ -324,17 +324,24 @@ class Buffer:
         query = f"SELECT {', '.join(COUNTS)} FROM served WHERE route = ? ORDER BY rowid"
         return [Served(**dict(zip(COUNTS, row, strict=True))) for row in self._rows(query, route)]
 
-    def served_by_minute(self, route: str) -> list[tuple[float, Served]]:
-        """The counts of a route by version and minute, the oldest first, with when it began.
+    def served_by_time(
+        self, route: str, width: int, *, since: float = 0.0, most: int = -1
+    ) -> list[tuple[float, Served]]:
+        """When each stretch of `width` seconds (whole minutes) begins, and what a route served in
+        it under all versions; the oldest first, the `most` newest.
 
-        As long as records are kept; in seconds since 1970.
+        Of minutes that begin at `since` or later, in seconds since 1970, as long as records are
+        kept.
         """
-        table = "served_by_minute WHERE route = ? ORDER BY minute"
+        minutes, sums = int(width // _MINUTE), ", ".join(f"sum({name})" for name in COUNTS[2:])
+        query = (
+            f"SELECT minute / {minutes} * {minutes} AS start, route, '', {sums} FROM"
+            " served_by_minute WHERE route = ? AND minute >= ? GROUP BY start ORDER BY start DESC"
+        )
+        rows = self._rows(f"{query} LIMIT ?", route, since / _MINUTE, most)
         return [
-            (minute * _MINUTE, Served(**dict(zip(COUNTS, row, strict=True))))
-            for minute, *row in self._rows(
-                f"SELECT minute, {', '.join(COUNTS)} FROM {table}", route
-            )
+            (start * _MINUTE, Served(**dict(zip(COUNTS, row, strict=True))))
+            for start, *row in reversed(rows)
         ]
 
     def days(self) -> list[tuple[float, str, int, int]]:

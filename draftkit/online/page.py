@@ -28,7 +28,7 @@ from draftkit.templates import interval, render, signed
 EVERY_SECONDS = 600.0  # after which the page is written anew, whatever has happened
 SHOWN = 30  # rows of a table, and what a figure marks: the newest
 POINTS = 60  # of a curve, at most, each of so many seconds:
-WIDTHS = {60: "minute", 300: "5 minutes", 1800: "half an hour", 10800: "3 hours", 86400: "day"}
+WIDTHS = {60: "minute", 300: "5 minutes", 1800: "half hour", 10800: "3 hours", 86400: "day"}
 APART = 0.05  # of a figure's width, between two names in it
 STAMP = "%Y-%m-%d %H:%M"
 _log = logging.getLogger(__name__)
@@ -93,7 +93,6 @@ class Route:
         self.changes = self.registry.changes()
         self.taken_back = [c for c in self.changes if c["before"] and c["reason"] != PUBLISHED]
         self.decisions = refit.state["decisions"]
-        self.minutes = buffer.served_by_minute(self.name)
         self.served = {one.version: one for one in buffer.served(self.name)}
         self.in_force = "a damaged version"
         with suppress(ValueError):
@@ -101,32 +100,31 @@ class Route:
             self.in_force = "no version" if version is None else version.name
         # An engine does not say by which version it drafts: what it serves is known by the time.
         since = self.changes[-1]["time"] if self.changes else 0.0
-        newer = [one for start, one in self.minutes if start >= since]
-        self.now = self.served.get(self.in_force) or total(newer)
+        newer = buffer.served_by_time(self.name, max(WIDTHS), since=since)
+        self.now = self.served.get(self.in_force) or total([one for _, one in newer])
+        for self.width in WIDTHS:
+            self.points = buffer.served_by_time(self.name, self.width, most=POINTS + 1)
+            if len(self.points) <= POINTS:
+                break
 
     @property
     def figures(self) -> list[Figure]:
         """Acceptance and tokens a pass over time; none where nothing is known of them."""
-        if not any(one.tested for _, one in self.minutes):
+        if not any(one.tested for _, one in self.points):
             return []
         return [self._curve("alpha", "alpha"), self._curve("acceptance_length", "tokens a pass")]
 
     def _curve(self, name: str, label: str) -> Figure:
         """The rate `name` of what was served, and when versions came into force."""
-        first, last = self.minutes[0][0], self.minutes[-1][0] + 60
-        width = next((one for one in WIDTHS if one * POINTS >= last - first), max(WIDTHS))
-        points = list[tuple[datetime, float]]()
-        for _, group in groupby(self.minutes, key=lambda row: row[0] // width):
-            starts, rows = zip(*group, strict=True)
-            if (rate := getattr(total(rows), name)) is not None:
-                points.append((moment((starts[0] + starts[-1] + 60) / 2), rate))
+        first, last, half = self.points[0][0], self.points[-1][0] + self.width, self.width / 2
+        rates = [(moment(at + half), getattr(one, name)) for at, one in self.points if one.tested]
         marks = [change for change in self.changes if first <= change["time"] <= last]
 
         def draw(axes: Any) -> None:
             from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 
             axes.margins(y=0.3)  # room for the names
-            axes.plot(*zip(*points, strict=True), "o-", color=AFTER, markersize=3, linewidth=1)
+            axes.plot(*zip(*rates, strict=True), "o-", color=AFTER, markersize=3, linewidth=1)
             named, style = 2 * last, {"color": MUTED, "fontsize": 7, "rotation": 90, "va": "top"}
             for change in reversed(marks):
                 at, line = change["time"], "-" if change in self.taken_back else ":"
@@ -141,8 +139,8 @@ class Route:
             axes.xaxis.set_major_formatter(ConciseDateFormatter(locator))
             axes.set(xlabel="UTC", ylabel=label)
 
-        words = f"Route {self.name}: {label} as served, a point for each {WIDTHS[width]}. Dotted: "
-        words += "this version was published; whole line: gone back to."
+        words = f"Route {self.name}: {label} as served, a point for each {WIDTHS[self.width]}. "
+        words += "Dotted: this version was published; whole line: gone back to."
         return Figure(draw, words + " Not all are marked." * (len(marks) > SHOWN))
 
     @property
@@ -160,9 +158,8 @@ class Route:
             axes.xaxis.get_major_locator().set_params(integer=True)
 
         words = f"Route {self.name}: what updates gained on held-out traffic over the version in "
-        return Figure(
-            draw, f"{words}force, with 95 % intervals. Round: published; crosses: refused."
-        )
+        words += "force, with 95 % intervals. Round: published; crosses: refused."
+        return Figure(draw, words)
 
 
 def moment(seconds: float) -> datetime:
@@ -183,14 +180,14 @@ def versions_table(routes: Sequence[Route]) -> Table:
     for route in routes:
         since = {change["name"]: change["time"] for change in route.changes}
         for name in sorted({*route.registry.names(), *route.served}, reverse=True)[:SHOWN]:
-            one, gain, later = route.served.get(name, total([])), None, route.refit.state["alphas"]
+            one, gain, later = route.served.get(name), None, route.refit.state["alphas"]
             with suppress(ValueError, OSError):  # deleted, damaged, or an engine
                 gain = route.registry.version(name).metrics.get("gain")
-            length, alpha = one.acceptance_length, one.alpha
+            length, alpha = (one.acceptance_length, one.alpha) if one else (None, None)
             table.add_row(
                 route.name,
                 name + " *" * (name == route.in_force),
-                f"{one.requests:,}",
+                f"{one.requests:,}" if one else "-",
                 "-" if length is None else f"{length:.2f}",
                 "-" if alpha is None else f"{alpha:.3f}",
                 signed(gain) if gain else "-",

@@ -1,7 +1,8 @@
 """Versioned drafters of one route: whole folders, and a pointer to the one that is served.
 
     <folder>/<route>/versions/v000001/    a plain drafter folder with its `version.json`
-    <folder>/<route>/current              JSON, replaced atomically: name, ancestors, why
+    <folder>/<route>/current              JSON, replaced atomically: name, ancestors, why, and
+                                          what was in force before, and why
     <folder>/<route>/served               JSON: the version that another engine serves, or null
 
 It knows folders, checksums and names; not what a drafter computes, who trains it or who serves it.

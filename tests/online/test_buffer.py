@@ -125,27 +125,29 @@ def test_counts_and_records_are_known_by_time_for_as_long_as_records_are_kept(
     clock.seconds = 100 * DAY + 125
     buffer = Buffer(tmp_path / "b.sqlite", settings(retention_days=3), clock=clock)
     one = Served(route="a", version="v000002", requests=1, rounds=2, tested=3, acceptance=0.5)
-    double = replace(one, requests=2, rounds=4, tested=6, acceptance=1.0)
+    known, minute = replace(one, version=""), 100 * DAY + 120
+    double = replace(known, requests=2, rounds=4, tested=6, acceptance=1.0)
     buffer.add_served([one, replace(one, route="b")])
     buffer.append([*entries(range(2), "a"), entry(2, "b")])
     clock.pass_time(50)  # the same minute
+    buffer.add_served([replace(one, version="v000001")])
+    assert buffer.served_by_time("a", 60) == [(minute, double)]
+    clock.pass_time(60)
     buffer.add_served([one])
-    first = 100 * DAY + 120
-    assert buffer.served_by_minute("a") == [(first, double)]
+    assert buffer.served_by_time("a", 60) == [(minute, double), (minute + 60, known)]
+    assert buffer.served_by_time("a", 60, most=1) == [(minute + 60, known)]
+    for since, requests in ((minute, 3), (minute + 1, 1), (minute + 60, 1), (minute + 61, 0)):
+        rows = buffer.served_by_time("a", 86400, since=since)
+        assert [(at, row.requests) for at, row in rows] == [(100 * DAY, requests)] * bool(requests)
     clock.pass_time(2 * DAY)
-    buffer.add_served([replace(one, version="v000001"), one])
+    buffer.add_served([one])
     buffer.append([entry(3, "b")])
-    last = 102 * DAY + 120
-    assert buffer.served_by_minute("a")[1:] == [
-        (last, replace(one, version="v000001")),
-        (last, one),
-    ]
     days = [(100 * DAY, "a", 2), (100 * DAY, "b", 1), (102 * DAY, "b", 1)]
     assert [tuple(row[:3]) for row in buffer.days()] == days
     assert all(row[3] > 0 for row in buffer.days())
     clock.pass_time(2 * DAY)
     buffer.maintain()
-    assert [at for at, _ in buffer.served_by_minute("a")] == [last, last]
+    assert buffer.served_by_time("a", 86400) == [(102 * DAY, known)]
     assert [tuple(row[:3]) for row in buffer.days()] == days[2:]
     assert sum(row.requests for row in buffer.served("a")) == 4  # totals stay
     buffer.close()

@@ -101,7 +101,7 @@ def test_a_file_without_counts_by_minute_begins_them(tmp_path: Path) -> None:
         other.execute("DROP TABLE served_by_minute")
     with closing(Buffer(path, settings())) as buffer:
         buffer.add_served([row])
-        assert [one.requests for _, one in buffer.served_by_minute("a")] == [1]
+        assert [one.requests for _, one in buffer.served_by_time("a", 60)] == [1]
         assert [one.requests for one in buffer.served("a")] == [2]
 
 

@@ -131,7 +131,7 @@ def test_of_a_service_that_has_served_nothing_it_says_so(make: Make) -> None:
     assert "per-request" not in text
     assert "<svg " not in text
     assert rows(text, DECIDED) == rows(text, "Records by day") == []
-    assert rows(text, SERVED)[0][:4] == ["default", "v000001 *", "0", "-"]
+    assert rows(text, SERVED)[0][:4] == ["default", "v000001 *", "-", "-"]
 
 
 def test_every_route_has_its_own_numbers(make: Make) -> None:
@@ -141,9 +141,9 @@ def test_every_route_has_its_own_numbers(make: Make) -> None:
     service.buffer.append([entry(1, "code"), entry(2, "gone"), entry(3), entry(4, "code")])
     text = service.page.text()
     assert [row[:4] for row in rows(text, SERVED)] == [
-        ["default", "v000001 *", "0", "-"],
+        ["default", "v000001 *", "-", "-"],
         ["code", "v000002 *", "5", "2.37"],
-        ["code", "v000001", "0", "-"],
+        ["code", "v000001", "-", "-"],
     ]
     assert [row[1:4] for row in rows(text, "Records by day")] == [["1", "2", "1"]]
     assert [row[0] for row in rows(text, "Disk")] == [

@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +43,7 @@ class Launch:
 
     folder: of the exported pair. drafts: one of `DRAFTS`, or NOTHING without a drafter.
     length: the most tokens of a prompt with its answer. plugin: of vLLM. rows: that vLLM decodes at
-    once. The engine's own lines go to `engine.log` in the folder.
+    once. words: more of its options. The engine's own lines go to `engine.log` in the folder.
     """
 
     folder: Path
@@ -53,6 +53,7 @@ class Launch:
     length: int
     plugin: str = ""
     rows: int = 1
+    words: Sequence[str] = ()
 
     @property
     def log(self) -> Path:
@@ -131,7 +132,7 @@ def vllm(launch: Launch, port: int) -> list[str]:
         *(str(FOLDER / "vllm" / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(launch.target), "--host", HOST, "--port", str(port)),
         *("--dtype", "float32", "--enforce-eager", "--max-num-seqs", str(launch.rows)),
-        *("--max-model-len", str(launch.length), *speculation),
+        *("--max-model-len", str(launch.length), *speculation, *launch.words),
     ]
 
 

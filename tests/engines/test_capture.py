@@ -28,6 +28,17 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 SHAPE: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0.0}
 USAGE = {"stream_options": {"include_usage": True}}
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% for t in tools or [] %}{{ t.function.name }}\n{% endfor %}assistant:"
+)
+TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Once?"}]
+CHAT: dict[str, Any] = {"messages": TURNS, "max_tokens": 12, "temperature": 0.0}
+SCORES = {"logprobs": True, "top_logprobs": 2}
+NOTHING_ASKED = {"type": "object", "properties": {}, "additionalProperties": False}
+NAMED = {"type": "function", "function": {"name": "clock"}}
+TOOL = {"tools": [NAMED | {"function": {"name": "clock", "parameters": NOTHING_ASKED}}]}
+CALL = {**CHAT, **TOOL, "tool_choice": NAMED, "max_tokens": 64}
 ASKED: list[dict[str, Any]] = [
     SHAPE,
     {**SHAPE, "n": 3, "temperature": 1.0, "seed": 5},
@@ -35,21 +46,39 @@ ASKED: list[dict[str, Any]] = [
     {**SHAPE, "prompt": [5, 9, 300], "frequency_penalty": 0.5},
     {**SHAPE, "stream": True},
     {**SHAPE, "stream": True, "n": 2, "temperature": 0.7, "seed": 1, **USAGE},
+    {**SHAPE, "stream": True, "logprobs": 2},
+    CHAT,
+    {**CHAT, **SCORES},
+    {**CHAT, "n": 2, "temperature": 1.0, "seed": 3, "stream": True, **SCORES, **USAGE},
+    {**CHAT, **TOOL},
+    {**CHAT, **TOOL, "stream": True},
+    CALL,
+    {**CALL, "stream": True},
+    {**CHAT, "messages": [*TURNS, {"role": "assistant", "content": "There"}]},
+    {**CHAT, "messages": []},
     {**SHAPE, "extra_body": {"return_token_ids": True}},
     {**SHAPE, "model": "another"},
     {**SHAPE, "max_tokens": 10_000},
 ]
-RECORDED = 1 + 3 + 2 + 0 + 1 + 2 + 1 + 0 + 0
+RECORDED = 1 + 3 + 2 + 0 + 1 + 2 + 1 + 1 + 1 + 2 + 1 + 1 + 0 + 0 + 1 + 0 + 1 + 0 + 0
+TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 
 
 def answer(client: openai.OpenAI, body: dict[str, Any]) -> list[Any]:
-    """All that a client sees of it, but for names and times."""
+    """All that a client sees of it, but for random names and times."""
     try:
-        made: Any = client.completions.create(**{"model": str(EMBEDDED), **body})
+        asked: Any = client.chat.completions if "messages" in body else client.completions
+        made = asked.create(**{"model": str(EMBEDDED), **body})
         parts = list(made) if body.get("stream") else [made]
     except openai.APIStatusError as error:
         return [error.status_code, error.body]
-    return [part.model_dump(exclude={"id", "created", "metrics"}) for part in parts]
+    return [plain(part.model_dump()) for part in parts]
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items() if k not in ("id", "created", "metrics")}
+    return [*map(plain, value)] if isinstance(value, list) else value
 
 
 def test_openais_client_sees_no_difference_before_vllm(tmp_path: Path) -> None:
@@ -57,7 +86,10 @@ def test_openais_client_sees_no_difference_before_vllm(tmp_path: Path) -> None:
     target = tiny.model()
     save_model(target, byte_tokenizer(), tmp_path / "draft")
     pair = [f"target.path={EMBEDDED}", f"draft.path={tmp_path / 'draft'}"]
-    launch = Launch(folder=tmp_path, target=EMBEDDED, gamma=1, drafts=NOTHING, length=128)
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    options = (*TOOLS, "--chat-template", str(tmp_path / "chat.jinja"))
+    shape: dict[str, Any] = {"gamma": 1, "drafts": NOTHING, "length": 128, "words": options}
+    launch = Launch(folder=tmp_path, target=EMBEDDED, **shape)
     with serving("vllm", launch) as url:
         arguments = words(pair, tmp_path, f"engine.url={url}", "draft.extra_tokens=never")
         with Forked("pipelines.capture", *arguments) as process:
@@ -71,9 +103,10 @@ def test_openais_client_sees_no_difference_before_vllm(tmp_path: Path) -> None:
             with clients[0]() as direct, clients[1]() as passed:
                 for body in ASKED:
                     assert answer(passed, body) == answer(direct, body), body
-                own = direct.completions.create(
-                    model=str(EMBEDDED), **SHAPE, extra_body={"return_token_ids": True}
-                )
+                told = {"extra_body": {"return_token_ids": True}}
+                (own,) = answer(direct, SHAPE | told)
+                (chat,) = answer(direct, CHAT | told)
+                (called,) = answer(passed, CALL)
                 with passed.completions.create(
                     **{"model": str(EMBEDDED), **SHAPE, "max_tokens": 100, "stream": True}
                 ) as left:
@@ -84,7 +117,12 @@ def test_openais_client_sees_no_difference_before_vllm(tmp_path: Path) -> None:
             assert process.wait() == 0
         kept = stored(records)
         assert len(kept) == RECORDED
-        (choice,) = own.model_dump()["choices"]
+        message = called["choices"][0]["message"]
+        assert message["tool_calls"], message
         same = [one for one in kept if one.sampling["temperature"] == 0.0 and one.row == 0]
-        ids = (choice["prompt_token_ids"], choice["token_ids"])
-        assert sum((one.prompt_ids, one.output_ids) == ids for one in same) == 3  # of greedy ones
+        (choice,), (turn,) = own["choices"], chat["choices"]
+        for ids, greedy in (
+            ((choice["prompt_token_ids"], choice["token_ids"]), 4),
+            ((chat["prompt_token_ids"], turn["token_ids"]), 2),
+        ):
+            assert sum((one.prompt_ids, one.output_ids) == ids for one in same) == greedy

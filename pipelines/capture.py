@@ -52,13 +52,16 @@ def knows_ids(endpoint: Endpoint, model: str, texts: Texts) -> bool:
     return bool(read and written)
 
 
-def logged(config: Config) -> Iterator[Record]:
-    """The answers of `capture.logs`, in the order of the file, as if they had been served."""
+def logged(config: Config, target: str) -> Iterator[Record]:
+    """The answers of `capture.logs`, in the order of the file, as if they had been served.
+
+    target: the checksum of the model that wrote them.
+    """
     data = replace(config.data, name="local", path=config.capture.logs)
     folder = ModelFolder(config.target)
     reader = RowReader(folder.tokenizer, data, lengths_of(config), start=folder.start)
     row = 0
-    for document, examples in reader.read(read_documents(data)):
+    for document, examples in reader.read(read_documents(data, target=target)):
         turns = document.row.get("messages")
         for one in examples:
             if not one.has_completion or "text" in document.row:
@@ -77,9 +80,9 @@ def logged(config: Config) -> Iterator[Record]:
             row += 1
 
 
-def read_logs(config: Config, buffer: Buffer) -> int:
+def read_logs(config: Config, buffer: Buffer, target: str) -> int:
     """Store what is `logged`; how many there were."""
-    records, count = logged(config), 0
+    records, count = logged(config, target), 0
     while lot := [(DEFAULT_ROUTE, record) for record in islice(records, BATCH)]:
         buffer.append(lot)
         count += len(lot)
@@ -102,7 +105,8 @@ def capture(config: Config) -> None:
         made = inputs_of(CAPTURE, config)
         buffer = stack.enter_context(closing(buffer_of(config, checksums_of(config, made))))
         if logs is not None:
-            print(f"capture: {read_logs(config, buffer):,} answers of {logs} are records now")
+            count = read_logs(config, buffer, made.digests["target"])
+            print(f"capture: {count:,} answers of {logs} are records now")
             return None
         assert url is not None
         listening, key = listening_to(config, stack, port=config.capture.port, name="capture.port")

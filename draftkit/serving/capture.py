@@ -50,7 +50,7 @@ LEAST_TEMPERATURE = 0.01  # of vLLM, above 0
 # How many requests wait, as vLLM, SGLang and llama.cpp say it, a line for each engine behind them.
 WAITING = re.compile(
     rb"^(?:vllm:num_requests_waiting|sglang:num_queue_reqs|llamacpp:requests_deferred)"
-    rb"(?:\{.*\})? ([\d.]+(?:e\+\d+)?)$",
+    rb"(?:\{.*\})? (\d+(?:\.\d+)?(?:e\+\d+)?)$",
     re.MULTILINE,
 )
 

@@ -403,6 +403,9 @@ def test_the_proxys_own_numbers_are_there_without_the_engines(tmp_path: Path) ->
         reply = ask(capture.address, "/metrics")
         assert (reply.status, reply.body[:6]) == (200, b"# HELP")
         assert capture.outcomes() == {}
+        looking = capture.proxy._looking
+        assert looking is not None
+        assert wait_for(looking.done)  # nobody keeps asking for what is not there
 
 
 @pytest.mark.parametrize("ending", ["", "\n\n"])

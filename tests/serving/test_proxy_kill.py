@@ -88,6 +88,7 @@ class Client(threading.Thread):
 
 
 @pytest.mark.soak
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_killed_proxy_keeps_what_it_said_to_be_written(tmp_path: Path) -> None:
     """And each client gets its error, at once, or a whole reply."""
     moments, seeds, told = random.Random(1), itertools.count(), list[int]()

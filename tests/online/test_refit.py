@@ -160,6 +160,7 @@ def test_a_restart_goes_on_where_the_last_update_ended(tmp_path, records):
         shop.buffer.append(entries(records[60:]))
         update = shop.refit.update()
         assert update.number == 1
+        assert [one["update"] for one in shop.refit.state["decisions"]] == [0, 1]
         found.append((shop.weights(), update.tokens, update.verdict))
         shop.buffer.close()
     (whole, *rest), (halves, *others) = found

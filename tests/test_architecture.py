@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = sorted((ROOT / "draftkit").rglob("*.py"))
 PIPELINES = sorted((ROOT / "pipelines").rglob("*.py"))
 CODE = LIBRARY + PIPELINES
+OF_VLLM = ROOT / "draftkit" / "engines" / "push_vllm.py"  # copied to its interpreter
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 
@@ -153,28 +154,35 @@ def test_importing_the_library_is_light_and_silent() -> None:
     assert done.stderr == ""
 
 
+def roots(path: Path) -> Iterator[tuple[str, int]]:
+    """The packages that a module imports absolutely, with the lines."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name.split(".")[0], node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield str(node.module).split(".")[0], node.lineno
+
+
 def test_every_package_that_is_imported_is_declared() -> None:
     """A dependency of a dependency may be gone with its next release."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lists = [project["dependencies"], *project["optional-dependencies"].values()]
     declared = {canonicalize_name(Requirement(one).name) for some in lists for one in some}
     distributions = packages_distributions()
-
-    def roots(path: Path) -> Iterator[tuple[str, int]]:
-        for node in ast.walk(tree(path)):
-            if isinstance(node, ast.Import):
-                yield from ((alias.name.split(".")[0], node.lineno) for alias in node.names)
-            elif isinstance(node, ast.ImportFrom) and not node.level:
-                yield str(node.module).split(".")[0], node.lineno
-
     lines = (
         (path, line)
         for path in CODE
+        if path != OF_VLLM
         for root, line in roots(path)
         if root not in (*sys.stdlib_module_names, "draftkit", "pipelines", "tests")
         and not declared & {canonicalize_name(name) for name in distributions.get(root, [])}
     )
     assert names_of(lines) == []
+
+
+def test_what_vllm_imports_needs_nothing_but_what_is_beside_vllm() -> None:
+    allowed = {*sys.stdlib_module_names, "torch", "safetensors", "vllm"}
+    assert {root for root, _ in roots(OF_VLLM)} <= allowed
 
 
 def is_tested_at_its_mirror(path: Path) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from draftkit.artifacts import read_json
 from draftkit.config import Config, DecodeConfig, OnlineConfig
@@ -21,6 +22,7 @@ from draftkit.tracking import read_metrics
 from pipelines.configuration import compose_config
 from pipelines.online import check_drafter
 from pipelines.plan import GENERATE
+from pipelines.push import check_pushed
 from pipelines.rollback import rollback
 from pipelines.service import daemon_folder, registry_of, service_folder
 from pipelines.stage import ensure
@@ -178,6 +180,43 @@ def test_a_killed_daemon_goes_on(
     again = fork(root, name, *BARE, "online.steps=2", "online.most_updates=1")
     assert "all updates done" in ended(again)
     assert again.returncode == 0
+
+
+def test_what_is_in_force_goes_to_the_engine_and_what_serves_is_in_the_summary(
+    root: Path, records: list
+) -> None:
+    name, out = "pushed", root / "pushed.txt"
+    config = composed(root, "+experiment=serve", f"name={name}")
+    fill(config, records)
+    command = f'echo $DRAFTKIT_VERSION >> {out}; test -s "$DRAFTKIT_DRAFT/model.safetensors"'
+    given = ["online.push=command", f"online.command='{command}'", "online.most_updates=1"]
+    process = fork(root, name, *BARE, *given)
+    said = ended(process)
+    assert process.returncode == 0
+    assert "online: default: the engine serves v000001" in said
+    registry = registry_of(config, "default")
+    assert out.read_text().split() == [version.name for version in registry.versions()]
+    current = registry.current()
+    assert current is not None
+    summary = read_json(daemon_folder(config) / "summary.json")
+    assert summary["version_served"] == {"default": current.name}
+    (pushed,) = (config.root / Path(name) / "service/pushed/default").glob(current.name)
+    assert "lm_head.weight" in load_file(pushed / "model.safetensors")  # though it is tied
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["online.push=vllm"], "online.push=vllm: name the engine by engine.url="),
+        (["online.push=command"], "online.command"),
+        (["online.push=vllm", "engine.url=u", "online.routes=[default,a]"], "online.routes"),
+    ],
+)
+def test_a_push_without_an_engine_to_push_to_is_refused_in_one_line(
+    root: Path, options: list[str], words: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"^{re.escape(words)}[^\n]*$"):
+        check_pushed(composed(root, "+experiment=serve", *options))
 
 
 def test_a_version_is_taken_back_by_command(root: Path, capsys: pytest.CaptureFixture) -> None:

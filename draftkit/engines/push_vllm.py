@@ -177,7 +177,7 @@ def _read(model: nn.Module, name: str, shape: list[int]) -> dict[str, Any]:
         dtype = getattr(module, "params_dtype", held.dtype)
         given = torch.zeros(len(chosen), columns, dtype=dtype, device=held.device)
         if kind == "bias":
-            whole = whole[:1]
+            whole, columns, step = whole[:1], 1, 1
             values = module.quant_method.apply(module, given[:1], bias=held)[0]
         elif hasattr(module, "shard_indices") and not hasattr(module, "bias"):  # embeddings
             ids = torch.arange(rows, device=held.device)

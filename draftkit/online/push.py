@@ -253,17 +253,23 @@ class Vllm:
 
 def differing(folder: Path, read: Sequence[Mapping[str, Any]]) -> list[str]:
     """The names of those tensors in `folder` that are not what was `read` (entries of
-    `draftkit_read`, of all workers), or of which a row was read by none."""
+    `draftkit_read`, of all workers), or of which no worker has some part."""
     weights: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         weights |= safetensors.torch.load_file(file)
     weights.pop(NOT_READ, None)
-    rows, wrong = {name: set[int]() for name in weights}, set[str]()
+    parts, wrong = {name: dict[str, int]() for name in weights}, set[str]()
     for entry in read:
-        part = weights[entry["name"]][slice(*entry["rows"])]
+        rows, columns = slice(*entry["rows"]), slice(*entry["columns"])
+        part = weights[entry["name"]][rows]
         if part.dim() > 1:
-            part = part[:, slice(*entry["columns"])]
+            part = part[:, columns]
         if digest(part.to(getattr(torch, entry["dtype"]))) != entry["sha256"]:
             wrong.add(entry["name"])
-        rows[entry["name"]].update(range(*entry["rows"]))
-    return [name for name in weights if name in wrong or len(rows[name]) < len(weights[name])]
+        size = (rows.stop - rows.start) * (columns.stop - columns.start)
+        parts[entry["name"]][f"{rows} {columns}"] = size  # workers may share one
+    return [
+        name
+        for name, tensor in weights.items()
+        if name in wrong or sum(parts[name].values()) < tensor.numel()
+    ]

@@ -43,7 +43,8 @@ class Launch:
 
     folder: of the exported pair. drafts: one of `DRAFTS`, or NOTHING without a drafter.
     length: the most tokens of a prompt with its answer. plugin: of vLLM. rows: that vLLM decodes at
-    once. words: more of its options. The engine's own lines go to `engine.log` in the folder.
+    once. words: more of its options. extension: of its workers, a class of a module in the folder.
+    port: 0 for any. The engine's own lines go to `engine.log` in the folder.
     """
 
     folder: Path
@@ -54,6 +55,8 @@ class Launch:
     plugin: str = ""
     rows: int = 1
     words: Sequence[str] = ()
+    extension: str = ""
+    port: int = 0
 
     @property
     def log(self) -> Path:
@@ -128,11 +131,12 @@ def vllm(launch: Launch, port: int) -> list[str]:
         if launch.drafts != "probabilistic":
             del options["draft_sample_method"]  # its default: argmax
         speculation = ["--speculative-config", json.dumps(options)]
+    extension = ["--worker-extension-cls", launch.extension] if launch.extension else []
     return [
         *(str(FOLDER / "vllm" / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(launch.target), "--host", HOST, "--port", str(port)),
         *("--dtype", "float32", "--enforce-eager", "--max-num-seqs", str(launch.rows)),
-        *("--max-model-len", str(launch.length), *speculation, *launch.words),
+        *("--max-model-len", str(launch.length), *speculation, *extension, *launch.words),
     ]
 
 
@@ -160,6 +164,8 @@ def environment(launch: Launch) -> Mapping[str, str]:
     variables |= {"HF_HUB_DISABLE_TELEMETRY": "1", "VLLM_PLUGINS": launch.plugin}
     variables |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     variables.pop("PYTHONPATH", None)
+    if launch.extension:
+        variables |= {"PYTHONPATH": str(launch.folder), "VLLM_SERVER_DEV_MODE": "1"}
     return variables
 
 
@@ -172,7 +178,8 @@ def serving(engine: str, launch: Launch) -> Iterator[str]:
     if (reason := missing(engine)) is not None:
         raise ValueError(reason)
     with socket.socket() as one:
-        one.bind((HOST, 0))
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        one.bind((HOST, launch.port))
         port = one.getsockname()[1]
     with launch.log.open("a") as log:
         process = subprocess.Popen(

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
 from draftkit.config import DraftConfig, HardwareConfig, SamplingConfig, TargetConfig
 from draftkit.config.text import LoraConfig
 from draftkit.data.rollouts import Record
-from draftkit.engines.folder import fit_rows, raise_context, write_plain_folder
+from draftkit.engines.folder import fit_rows, raise_context, write_folder, write_plain_folder
 from draftkit.evaluation.alpha import score_drafts
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.files import KEPT_IDS, ModelFolder
@@ -75,6 +76,19 @@ def test_logits_of_the_real_vocabulary_stay_and_padding_never_wins(
     assert (shares[..., REAL:] <= shares[..., :REAL].sum(-1, keepdim=True) / REAL).all()
     same = loaded.get_input_embeddings().weight.data_ptr() == loaded.lm_head.weight.data_ptr()
     assert same == tied
+
+
+def test_an_untied_folder_holds_a_head_of_the_same_logits(
+    tmp_path: Path, target: TargetConfig
+) -> None:
+    draft = making.saved_draft(making.model(tie_word_embeddings=True), tmp_path / "draft")
+    for untied in (False, True):
+        folder = tmp_path / str(untied)
+        write_folder(draft, target, folder, gamma=3, untied=untied)
+        assert ("lm_head.weight" in load_file(folder / "model.safetensors")) == untied
+    tied, own = (AutoModelForCausalLM.from_pretrained(tmp_path / one) for one in ("False", "True"))
+    assert torch.equal(logits(tied), logits(own))
+    assert own.get_input_embeddings().weight.data_ptr() != own.lm_head.weight.data_ptr()
 
 
 def test_padding_does_not_win_where_all_real_logits_are_negative() -> None:

@@ -83,6 +83,21 @@ def test_what_serves_is_looked_at_before_each_update_and_the_reason_is_logged(ca
     assert record.getMessage() == message
 
 
+def test_what_is_in_force_is_brought_at_every_turn_and_before_an_update_is_told():
+    refit, told, seconds = FakeRefit(turns=2), [], [0.0]
+    daemon, *_ = make(refit, most_updates=9)
+    daemon.bring, daemon.clock = told.append, lambda: seconds[0]
+    daemon.log = lambda *_: told.append("log")
+    daemon._turn(refit)
+    assert told == ["default", "default", "log"]
+    refit.error = RuntimeError("out of memory")
+    daemon._turn(refit)
+    daemon._turn(refit)  # left alone, but for this
+    refit.turns, seconds[0] = 0, 99.0
+    daemon._turn(refit)  # nothing to do
+    assert told[3:] == ["default"] * 3
+
+
 def test_no_step_is_taken_while_the_server_is_busy():
     buffer, refit = FakeBuffer(), FakeRefit()
     buffer.waiting = 9

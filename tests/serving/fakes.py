@@ -157,9 +157,9 @@ def serving(
 
 
 @contextlib.contextmanager
-def running(app: Any, drain: Any = lambda: True) -> Iterator[str]:
-    """`app` on a free port of loopback; its address, `127.0.0.1:PORT`."""
-    socket = listen("127.0.0.1", 0)
+def running(app: Any, drain: Any = lambda: True, *, port: int = 0) -> Iterator[str]:
+    """`app` on a port of loopback, 0: a free one; its address, `127.0.0.1:PORT`."""
+    socket = listen("127.0.0.1", port)
     server = Server(app, drain, close=getattr(app, "close", None))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]})
     thread.start()

@@ -351,6 +351,18 @@ def test_the_acceptance_of_a_request_is_counted_where_it_is_reported(tmp_path: P
     assert (served.tested, served.acceptance) == (7, 4.0)  # three rounds refused one
 
 
+def test_counts_and_records_name_the_version_that_serves(tmp_path: Path) -> None:
+    now: list[str | None] = [None]
+    with capturing(tmp_path, version=lambda route: now[0]) as capture:
+        for now[0] in (None, "v000001", "v000002"):
+            ask(capture.address, "/v1/completions", {**COMPLETION, "n": 1})
+        records = capture.records(3)
+        assert wait_for(lambda: len(capture.buffer.served("default")) == 3)
+        served = {one.version: one.accepted for one in capture.buffer.served("default")}
+    assert served == {"engine": 4, "v000001": 4, "v000002": 4}
+    assert sorted(one.sampler_version for one in records) == ["", "v000001", "v000002"]
+
+
 @pytest.mark.parametrize("streams", [False, True])
 def test_metrics_of_another_release_cost_their_counts_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streams: bool

@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from draftkit.artifacts import read_json
-from draftkit.config import DraftConfig, TargetConfig
-from draftkit.engines.folder import write_head_folder
+from draftkit.config import DraftConfig, HardwareConfig, TargetConfig
+from draftkit.engines.folder import write_folder, write_head_folder
+from draftkit.models.loading import load_target
 from tests.engines import making
 from tests.engines.heads import Head, fitted
 from tests.engines.making import REAL
@@ -74,6 +75,19 @@ def test_names_and_keys_are_those_that_all_engines_read(
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert not any("embeddings" in note for note in notes)
     assert (tmp_path / "hf" / "tokenizer.json").is_file()
+
+
+def test_a_target_in_memory_is_not_loaded_again(
+    tmp_path: Path, model: Any, target: TargetConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = load_target(target, HardwareConfig(device="cpu"))
+    monkeypatch.delattr("draftkit.engines.folder.load_target")
+    head = head_of(model)
+    draft = DraftConfig(path=str(head.write(tmp_path / "draft")))
+    write_folder(draft, target, tmp_path / "hf", gamma=3, untied=True, owner=owner)
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    assert tensors.keys() == head.tensors.keys()
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in head.tensors.items())
 
 
 def test_embeddings_of_another_trainer_are_kept_and_named(

@@ -147,9 +147,8 @@ def launch_of(folder: Path, first: Path, *, untied: bool = True) -> Launch:
     """A launch with the drafter in `first`, exported to `folder`."""
     write_folder(DraftConfig(path=str(first)), TARGET, folder / "hf", gamma=GAMMA, untied=untied)
     shutil.copy(push_vllm.__file__, folder / "push_vllm.py")
-    (folder / "faulty.py").write_text(FAULTY)
     how = {"target": EMBEDDED, "gamma": GAMMA, "drafts": "argmax", "length": 256, "rows": 4}
-    return Launch(folder=folder, **how, extension="faulty.Faulty")  # type: ignore[arg-type]
+    return Launch(folder=folder, **how, extension="push_vllm.Push")  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -199,7 +198,8 @@ def test_vllm_serves_what_is_reported_through_pushes_faults_load_and_a_kill(
 ) -> None:
     installed("vllm")
     wrong(tmp_path / "first")
-    launch = launch_of(tmp_path, tmp_path / "first")
+    launch = replace(launch_of(tmp_path, tmp_path / "first"), extension="faulty.Faulty")
+    (tmp_path / "faulty.py").write_text(FAULTY)
     with pushing(launch, wrong) as one:
         answers, slow = one.answers(), one.passes()
         assert one.delivery.bring() == "v000001"

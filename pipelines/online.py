@@ -132,6 +132,9 @@ def watch(config: Config, folder: Path, stop: Event) -> None:
     account = daemon_folder(config)
     tracker = tracker_of(config, account, "online", {"provenance": provenance(), "inputs": {}})
 
+    def note() -> None:
+        write_json(account / SUMMARY, summary_of(refits))
+
     def log(refit: Refit, update: Update) -> None:
         section = "online" if len(refits) == 1 else f"online_{refit.route}"
         verdict = update.verdict
@@ -156,15 +159,16 @@ def watch(config: Config, folder: Path, stop: Event) -> None:
             f"{update.seconds:.1f} s, {outcome}: {verdict.reason}",
             flush=True,
         )
-        write_json(account / SUMMARY, summary_of(refits))
+        note()
 
     page = ServicePage(config.name, folder, refits, buffer)
     try:
-        with bringing(config, made, target, [refit.registry for refit in refits]) as bring:
+        registries = [refit.registry for refit in refits]
+        with bringing(config, made, target, registries, note) as bring:
             loop = Daemon(refits, buffer, config.online, log, page.refresh, stop, bring)
             print(f"online: watching {folder}", flush=True)
             loop.run()
-            write_json(account / SUMMARY, summary_of(refits))
+            note()
     finally:
         tracker.finish()
         buffer.close()

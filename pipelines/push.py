@@ -29,9 +29,16 @@ def check_pushed(config: Config) -> None:
 
 @contextmanager
 def bringing(
-    config: Config, made: StageFolder, target: Outline, registries: Sequence[Registry]
+    config: Config,
+    made: StageFolder,
+    target: Outline,
+    registries: Sequence[Registry],
+    note: Callable[[], None],
 ) -> Iterator[Callable[[str], None]]:
-    """What brings the version in force of a route to its engine, if any, and says so."""
+    """What brings the version in force of a route to its engine, if any, and says so.
+
+    note: is called when another one serves.
+    """
     start, owner = made.model(config, "draft"), made.model(config, "target")
 
     def write(version: Version, folder: Path) -> None:
@@ -41,13 +48,18 @@ def bringing(
     deliveries: dict[str, Delivery] = {}
 
     def bring(route: str) -> None:
-        if deliveries and (name := deliveries[route].bring()) is not None:
-            print(f"online: {route}: the engine serves {name}", flush=True)
+        if deliveries:
+            before = deliveries[route].serves
+            if (name := deliveries[route].bring()) is not None:
+                print(f"online: {route}: the engine serves {name}", flush=True)
+            if deliveries[route].serves != before:
+                note()
 
     with ExitStack() as stack:
         for registry in registries:
             route = registry.path.name
-            registry.note_served(None)
+            if registry.served() is not None:  # which another daemon knew
+                registry.note_served(None)
             if config.online.push != "none":
                 folder = service_folder(config) / PUSHED / route
                 engine = engine_of(config, route, stack)

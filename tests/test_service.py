@@ -176,6 +176,8 @@ def test_overwrite_clears_the_service_unless_the_other_process_runs(
         run(changed)
     assert count(config) == 1
     assert (folder / "refit" / "default" / "state.safetensors").exists()
+    pushed = folder / "pushed" / "default" / "v000002"  # a name that comes again
+    pushed.mkdir(parents=True)
     foreign = folder / "notes.txt"
     foreign.write_text("somebody's")
     page = folder / "report.html"
@@ -183,6 +185,7 @@ def test_overwrite_clears_the_service_unless_the_other_process_runs(
     run(changed)
     assert count(config) == 0
     assert not page.exists() or "the old one" not in page.read_text()
+    assert not pushed.exists()
     assert not (folder / "refit" / "default" / "state.safetensors").exists()
     (version,) = registry_of(config, "default").versions()
     assert version.name == "v000001"

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 COLUMNS = 128  # of each matrix, at most, that are read back; all rows are
 NOT_READ = "t2d"  # follows from d2t
+MASK = "mask_hidden"
 NAMES = {"d2t": "draft_id_to_target_id"}  # of a head's file, and in vLLM
 
 
@@ -93,10 +94,10 @@ class Push:
         for one pass the states behind its masks."""
         if getattr(model.config, "tie_word_embeddings", False):
             model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
-        if "mask_hidden" in tensors:
-            model.mask_hidden.copy_(tensors["mask_hidden"].view(1, -1))
-            states = model.combine_hidden_states(model.mask_hidden.view(-1))
-            self.model_runner.drafter.parallel_drafting_hidden_state_tensor.copy_(states)
+        if MASK in tensors:
+            model.mask_hidden.copy_(tensors[MASK].view(1, -1))
+            held, states = _masked(self, model)
+            held.copy_(states)
 
     @answered
     def draftkit_read(self: Any, folder: str) -> dict[str, Any]:
@@ -110,6 +111,9 @@ class Push:
                 for name, tensor in tensors.items()
                 if name != NOT_READ
             ]
+            for entry in (entry for entry in read if entry["name"] == MASK):
+                if not torch.equal(*_masked(self, model)):
+                    entry["sha256"] = "its states are of other weights"
         return {"read": read}
 
 
@@ -124,6 +128,13 @@ def _drafter(worker: Any) -> Any:
             "--enforce-eager"
         )
     return model
+
+
+def _masked(worker: Any, model: Any) -> tuple[Tensor, Tensor]:
+    """Of a head for one pass, the states [H] behind its masks: those that vLLM holds, which it
+    computes once, and those of the weights."""
+    held = worker.model_runner.drafter.parallel_drafting_hidden_state_tensor
+    return held.view(-1), model.combine_hidden_states(model.mask_hidden.view(-1)).view(-1)
 
 
 def _owner(model: Any, name: str) -> tuple[Any, str, int]:

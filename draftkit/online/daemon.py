@@ -39,7 +39,7 @@ class Stopped(Exception):
 class Daemon:
     """Refits the drafters of all routes in turns until `stop` is set.
 
-    bring: what is in force on a route to the engine that serves, at every turn; it raises nothing.
+    bring: what is in force on a route to the engine that serves, at every turn.
     `clock` (seconds) and the waits of `stop` are all that it knows of time.
     """
 
@@ -79,12 +79,12 @@ class Daemon:
         if self._is_done():
             return False
         if self.clock() < self._paused.get(route, -math.inf):
-            self.bring(route)
+            self._bring(route)
             return False
         try:
             if (reason := refit.review()) is not None:
                 logger.warning("route %s: the version in force is taken back: %s", route, reason)
-            self.bring(route)
+            self._bring(route)
             if not refit.due():
                 return False
             self.hold()
@@ -100,13 +100,19 @@ class Daemon:
             logger.exception("route %s: no update, tried again in %.0f s", route, seconds)
             return False
         self.updates += 1
-        self.bring(route)
+        self._bring(route)
         try:
             self.log(refit, update)
             refit.registry.collect(KEPT_VERSIONS)
         except Exception:
             logger.exception("route %s: an error after an update, which stands", route)
         return True
+
+    def _bring(self, route: str) -> None:
+        try:
+            self.bring(route)
+        except Exception:
+            logger.exception("route %s: an error beside the updates, which go on", route)
 
     def hold(self) -> None:
         """Wait while the server is busy. Raises `Stopped` when told to stop."""

@@ -78,23 +78,27 @@ class Delivery:
 
         A failure is logged, and tried again at the next turn, then after twice as many each time.
         """
-        waits, self._turns = self._turns > 0, max(0, self._turns - 1)
+        if self._turns > 0:
+            self._turns -= 1
+            return None
         try:
-            return self._bring(waits)
+            return self._bring()
         except Exception as error:
-            self._note(None)
-            if not waits:
-                self._turns, self._wait = self._wait, min(max(1, 2 * self._wait), LONGEST_WAIT)
-                reason = f"route {self._route}: the push failed: {first_line(error)}"
-                logger.warning(reason, exc_info=not isinstance(error, ValueError | OSError))
+            self._turns, self._wait = self._wait, min(max(1, 2 * self._wait), LONGEST_WAIT)
+            reason = f"route {self._route}: the push failed: {first_line(error)}"
+            logger.warning(reason, exc_info=not isinstance(error, ValueError | OSError))
+        served = None
+        with suppress(ValueError):
+            served = self._engine.serves()
+        self._note(served)
         return None
 
-    def _bring(self, waits: bool) -> str | None:
+    def _bring(self) -> str | None:
         version = self._registry.current()
         assert version is not None
         served = self._engine.serves()
         self._note(served)
-        if waits or (self._has_begun and served == version.name):
+        if self._has_begun and served == version.name:
             return None
         self._has_begun = False
         before = self._before(version, served)

@@ -227,6 +227,7 @@ def vllm(
         *("--model", str(Path(target).absolute()) if Path(target).is_dir() else target),
         *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"),
         *("--max-num-seqs", str(CLIENTS + 2), "--max-logprobs", str(config.teacher_top_k)),
+        *(("--per-request-spec-decode-metrics", "summary") if options else ()),
         *("--worker-extension-cls", "push_vllm.Push", *options),
     ]
     environment = {
@@ -345,7 +346,7 @@ def loaded(
 
 
 def draw(lots: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Tokens a pass over the requests; a domain begins at a dotted line, a version at its name."""
+    """Tokens a pass over the requests; domains and versions begin at dotted lines."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4.4), layout="constrained")
@@ -353,15 +354,17 @@ def draw(lots: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes.set(xlabel="requests", ylabel="tokens a pass, counted by vLLM")
     ends, lengths = ([one[key] for one in lots] for key in ("requests", "acceptance_length"))
     axes.plot(ends, lengths, marker="o", color="#0072b2")
+    axes.margins(y=0.15)
+    low, high = axes.get_ylim()
     before: Mapping[str, Any] = {"domain": "", "version": None}
     for one in lots:
         begins = one["requests"] - LOT
         if one["domain"] != before["domain"]:
             axes.axvline(begins, color="#cccccc", linestyle=":", zorder=0)
-            axes.text(begins, axes.get_ylim()[1], f" {one['domain']}", va="bottom", color="#666666")
+            axes.text(begins, high, f" {one['domain']}", va="bottom", color="#666666")
         if one["version"] not in (None, before["version"]):
-            point = (one["requests"], one["acceptance_length"])
-            axes.annotate(one["version"], point, xytext=(0, 8), textcoords="offset points")
+            axes.axvline(one["requests"], color="#0072b2", linestyle=":", linewidth=1, zorder=0)
+            axes.text(one["requests"], low, f" {one['version']}", rotation=90, va="bottom")
         before = one
     axes.spines[["top", "right"]].set_visible(False)
     with atomic_path(path) as temporary:

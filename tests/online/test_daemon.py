@@ -96,6 +96,8 @@ def test_what_is_in_force_is_brought_at_every_turn_and_before_an_update_is_told(
     refit.turns, seconds[0] = 0, 99.0
     daemon._turn(refit)  # nothing to do
     assert told[3:] == ["default"] * 3
+    daemon.bring = lambda route: 1 / 0
+    assert not daemon._turn(refit)
 
 
 def test_no_step_is_taken_while_the_server_is_busy():

@@ -13,10 +13,13 @@ from draftkit.config import Config
 from draftkit.data.lengths import Room
 from draftkit.data.rollouts import Record, document_of, read_records, write_records
 from draftkit.data.splits import read_splits
+from draftkit.distillation.losses import NEEDS_FULL_SUPPORT
 from draftkit.distillation.progress import Countdown
 from draftkit.distillation.remote import PROBE_FILE, RemoteTarget, remote_target
 from draftkit.distillation.samplers import TEST, VALIDATION, target_answers
 from draftkit.evaluation.intervals import LEAST_UNITS
+from draftkit.models.files import ModelFolder
+from draftkit.models.heads import head_class
 from draftkit.models.loading import Target, load_target
 
 from .command import main
@@ -31,6 +34,26 @@ def writer_of(config: Config, folder: StageFolder) -> Target | RemoteTarget:
         return load_target(target, config.hardware)
     scored = config.teacher_top_k if config.scored_by_engine else 0
     return remote_target(target, config.hardware, top_k=scored)
+
+
+def check_teacher(config: Config, *, learns: bool) -> None:
+    """Raise ValueError for what the engines of `target.urls` cannot score; learns: or teach."""
+    if not config.scored_by_engine:
+        return
+    why, path = "", config.draft.path
+    if path is not None and head_class(ModelFolder(config.draft).config) is not None:
+        why = "shows no hidden states, which a head reads: give draft.kind too (eagle3, medusa)"
+    elif config.sampling.repetition_penalty != 1:
+        why = "scores texts without a repetition penalty: use sampling.repetition_penalty=1"
+    elif learns and config.source.name == "replay":
+        why = "verifies no proposals: use another source than replay"
+    elif learns and NEEDS_FULL_SUPPORT & config.divergence.names:
+        why = (
+            "names the ids that the target likes, and reverse KL needs those that the drafter "
+            "likes: use forward_kl, jsd or tvd"
+        )
+    if why:
+        raise ValueError(f"target.urls: an engine {why}")
 
 
 def teacher_of(config: Config, folder: StageFolder) -> RemoteTarget:

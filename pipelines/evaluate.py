@@ -40,7 +40,7 @@ from draftkit.tracking import Tracker
 
 from .certify import DIFFERENT
 from .command import launch, main
-from .contexts import read_contexts, teacher_of
+from .contexts import check_teacher, read_contexts, teacher_of
 from .plan import CERTIFY, EVALUATE, answer_tokens, at_temperatures
 from .prepare import check_pair
 from .product import SUMMARY
@@ -76,6 +76,7 @@ def check(config: Config) -> None:
             key, way_out = "decode.proposer=none", "another one"
         raise ValueError(f"{key} proposes nothing, so there is no drafter to judge: use {way_out}")
     check_pair(config)
+    check_teacher(config, learns=False)
 
 
 def prompts_in(folder: StageFolder, answers: Path) -> Prompts:

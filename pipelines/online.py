@@ -26,7 +26,7 @@ from draftkit.online.page import ServicePage
 from draftkit.online.refit import Anchors, Refit, Update, make_refit
 
 from .command import run_command
-from .contexts import read_contexts, teacher_of
+from .contexts import check_teacher, read_contexts, teacher_of
 from .plan import ONLINE
 from .prepare import check_pair
 from .product import SUMMARY, plan
@@ -100,6 +100,7 @@ def online(config: Config) -> None:
 def watch(config: Config, folder: Path, stop: Event) -> None:
     """Load what refitting needs, and run the loop; with `overwrite` from an empty folder on."""
     check_pair(config)
+    check_teacher(config, learns=config.online.teacher == "target")
     made = inputs_of(ONLINE, config)
     fingerprints = checksums_of(config, made)
     if config.overwrite:

@@ -8,7 +8,6 @@ from itertools import pairwise
 from typing import Any
 
 from accelerate import PartialState
-from transformers import PreTrainedConfig
 
 from draftkit.config import Config
 from draftkit.data.lengths import shares_cut
@@ -20,7 +19,6 @@ from draftkit.distillation.assembly import (
     load_teaching_target,
 )
 from draftkit.distillation.fit import fit, with_warmup
-from draftkit.distillation.losses import NEEDS_FULL_SUPPORT
 from draftkit.distillation.ranks import is_first
 from draftkit.distillation.sources import TrainingTexts, check_source_of_head
 from draftkit.models.compatibility import declare_target
@@ -32,7 +30,7 @@ from draftkit.models.parallel import parallel_of
 from draftkit.tracking import FILE_NAME, read_metrics
 
 from .command import main
-from .contexts import read_contexts, teacher_of
+from .contexts import check_teacher, read_contexts, teacher_of
 from .plan import TEXTS, TRAIN
 from .prepare import check_pair
 from .product import complete_summary, plan
@@ -57,27 +55,8 @@ def check(config: Config) -> None:
             )
         check_learning_head(config, given is None or parallel_of(given) is not None)
         check_source_of_head(config)
-    if config.scored_by_engine:
-        check_teacher(config, given)
+    check_teacher(config, learns=True)
     _ = config.training_temperature  # which refuses a divergence that has no use when greedy
-
-
-def check_teacher(config: Config, given: PreTrainedConfig | None) -> None:
-    """Raise ValueError for what engines at `target.urls` cannot teach; `given`: the drafter's."""
-    why, source = "", config.source.name
-    if given is not None and head_class(given) is not None:
-        why = "shows no hidden states, which a head reads: give draft.kind too (eagle3, medusa)"
-    elif source == "replay":
-        why = "verifies no proposals: use another source than replay"
-    elif NEEDS_FULL_SUPPORT & config.divergence.names:
-        why = (
-            "names the ids that the target likes, and reverse KL needs those that the drafter "
-            "likes: use forward_kl, jsd or tvd"
-        )
-    elif config.sampling.repetition_penalty != 1:
-        why = "scores texts without a repetition penalty: use sampling.repetition_penalty=1"
-    if why:
-        raise ValueError(f"target.urls: an engine {why}")
 
 
 def train(config: Config, folder: StageFolder) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from draftkit.distillation.trainer import Trainer
 from draftkit.evaluation.alpha import estimates, score_contexts
 from draftkit.models.loading import load_draft, load_target, with_path
 from pipelines.contexts import read_contexts
+from pipelines.distill import show
 from pipelines.evaluate import check as check_evaluate
 from pipelines.plan import CONTEXTS, DISTILL, EVALUATE, TRAIN
 from pipelines.product import SUMMARY, plan
@@ -56,12 +57,23 @@ def asking(root: Path, folder: str, engine: Engine, *words: str) -> Config:
 
 @pytest.mark.parametrize("source", ["draft", "target"])
 def test_distill_needs_no_weights_of_the_target_and_its_alpha_holds_the_exact_one(
-    tmp_path: Path, engine: Engine, weightless: str, source: str
+    tmp_path: Path,
+    engine: Engine,
+    weightless: str,
+    source: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = asking(tmp_path, weightless, engine, f"source={source}")
     check(config)
     check_evaluate(config)
-    summary = read_json(ensure(DISTILL, config) / SUMMARY)
+    folder = ensure(DISTILL, config)
+    capsys.readouterr()
+    show(config, folder)
+    lines = capsys.readouterr().out.splitlines()
+    assert any("INCONCLUSIVE: the target is behind HTTP" in line for line in lines)
+    assert all(len(line) <= 80 for line in lines if str(tmp_path) not in line)
+    assert (folder / "draft" / "model.safetensors").is_file()
+    summary = read_json(folder / SUMMARY)
     assert summary["verdict"] == "inconclusive"
     assert summary["steps"] == config.optim.max_steps
     judged = read_json(ensure(EVALUATE, replace_judged(config)) / SUMMARY)

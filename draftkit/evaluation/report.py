@@ -87,16 +87,18 @@ def bounds_table(summary: dict[str, Any]) -> Table:
     """What is sure of each draft where an engine alone scores, at every temperature."""
     title = f"at least, by the scores of an engine; {sample_text(summary['alpha'])}"
     note = f"{VERDICTS[summary['verdict']]}: {summary['reason']}"
-    labels = Column("T", justify="right"), Column("", no_wrap=True)
-    shown = [k for k in ("2", "4", "8") if k in summary["acceptance_length_by_k"]]
-    heads = "alpha", "may be missing", "gain", *(f"tau, K={k}" for k in shown)
-    table = Table(*labels, *map(numeric, heads), title=title, caption=note, min_width=72, **BARE)
+    columns = Column("T", justify="right"), "", *map(numeric, drafts_in(summary))
+    table = Table(*columns, title=title, caption=note, min_width=72, **BARE)
     for temperature, judged in summary["by_temperature"].items():
-        for name, one in drafts_in(judged).items():
-            gain = signed(one["alpha_gain"]) if "alpha_gain" in one else ""
-            lengths = (f"{one['acceptance_length_by_k'][k]['mean']:.2f}" for k in shown)
-            missing = f"{one['alpha_error_bound']:.3f}"
-            table.add_row(temperature, name, interval(one["alpha"]), missing, gain, *lengths)
+        drafts = drafts_in(judged).values()
+        table.add_row(temperature, MODES["alpha"], *(interval(one["alpha"]) for one in drafts))
+        missing = (f"+{one['alpha_error_bound']:.3f}" for one in drafts)
+        table.add_row("", "  may be missing, at most", *missing)
+        if "alpha_gain" in judged:
+            table.add_row("", "  paired gain of what is sure", "", signed(judged["alpha_gain"]))
+        for k in ("2", "4", "8"):
+            lengths = (interval(one["acceptance_length_by_k"][k], 2) for one in drafts)
+            table.add_row("", f"tau at K = {k}", *lengths, end_section=k == "8")
     return table
 
 

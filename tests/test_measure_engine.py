@@ -105,7 +105,7 @@ class Engine:
             return httpx.Response(200, json={"data": [{"id": "pair"}]})
         if self.name != "llama.cpp" and path == "/v1/completions":
             usage = {"completion_tokens": len(self.answer(body).ids)}
-            return httpx.Response(200, json={"usage": usage})
+            return httpx.Response(200, json={"usage": usage, "choices": [{"text": ""}]})
         return httpx.Response(404)
 
 

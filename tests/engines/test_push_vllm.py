@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -215,11 +216,21 @@ def test_vllm_serves_what_is_reported_through_pushes_faults_load_and_a_kill(
         assert one.answers() == answers
 
         with ThreadPoolExecutor(4) as pool:
-            busy = [pool.submit(one.answers) for _ in range(4)]
-            assert one.publish(wrong) == "v000005"
-            assert one.publish(right) == "v000006"
-            assert not any(each.done() for each in busy)
-            assert [each.result() for each in busy] == [answers] * 4
+            pushed = Event()
+
+            def busy() -> list[Any]:
+                made = [one.answers()]
+                while not pushed.is_set():
+                    made.append(one.answers())
+                return made
+
+            clients = [pool.submit(busy) for _ in range(4)]
+            try:
+                assert one.publish(wrong) == "v000005"
+                assert one.publish(right) == "v000006"
+            finally:
+                pushed.set()
+            assert all(made == answers for each in clients for made in each.result())
         assert one.passes() == fast
 
         def kill(engine: Vllm, *_: object) -> None:

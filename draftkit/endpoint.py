@@ -122,10 +122,9 @@ class Endpoint:
         body: Mapping[str, Any] | None = None,
         *,
         optional: bool = False,
-        at: int = 0,
     ) -> httpx.Response:
         """What `send` gives, for who has nothing else to do meanwhile."""
-        return self.runner.run(self.send(path, body, optional=optional, at=at))
+        return self.runner.run(self.send(path, body, optional=optional))
 
     def map(
         self, answer: Callable[[Any], Awaitable[Result]], items: Iterable[Any], *, at_once: int
@@ -151,29 +150,32 @@ class Endpoint:
     def failure(self, reason: str, url: str | None = None) -> ValueError:
         return ValueError(f"{self.name}: {url or self.url} {reason}")
 
-    def models(self, at: int = 0) -> list[dict[str, Any]]:
+    def models(self) -> list[dict[str, Any]]:
         """What the server says of its models, of one at least: `id` and `owned_by`."""
         try:
-            served = self.ask("/v1/models", at=at).json()["data"]
+            served = self.ask("/v1/models").json()["data"]
             return [{**served[0]}, *({**one} for one in served[1:])]
         except OTHERWISE as error:
-            raise self.failure("names no model at /v1/models", self.urls[at]) from error
+            raise self.failure("names no model at /v1/models") from error
 
-    def ids_of(
-        self, model: str, text: str, *, at: int = 0
-    ) -> tuple[list[int] | None, list[int] | None]:
+    def ids_of(self, model: str, text: str) -> tuple[list[int] | None, list[int] | None]:
         """By which ids the server reads `text`, and those of a token that it answers; None where
         it tells none."""
         body = {"model": model, "prompt": text, "max_tokens": 1, ASKED: True}
         try:
-            choice = self.ask(COMPLETIONS, body, at=at).json()["choices"][0]
+            choice = self.ask(COMPLETIONS, body).json()["choices"][0]
             return choice.get(PROMPT_IDS), choice.get(IDS)
         except OTHERWISE as error:
-            raise self.failure("answers no completion", self.urls[at]) from error
+            raise self.failure("answers no completion") from error
 
     def model(self) -> dict[str, Any]:
         """The first of its `models`."""
         return self.models()[0]
+
+
+def origin_of(response: httpx.Response) -> str:
+    """The address that a response came from."""
+    return f"{response.url.scheme}://{response.url.netloc.decode()}"
 
 
 def completion(

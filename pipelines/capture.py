@@ -83,9 +83,12 @@ def logged(config: Config, target: str) -> Iterator[Record]:
 def read_logs(config: Config, buffer: Buffer, target: str) -> int:
     """Store what is `logged`; how many there were."""
     records, count = logged(config, target), 0
-    while lot := [(DEFAULT_ROUTE, record) for record in islice(records, BATCH)]:
-        buffer.append(lot)
-        count += len(lot)
+    try:
+        while lot := [(DEFAULT_ROUTE, record) for record in islice(records, BATCH)]:
+            buffer.append(lot)
+            count += len(lot)
+    except ValueError as error:  # they are read as data are
+        raise ValueError(str(error).replace("data.path", "capture.logs")) from error
     return count
 
 

@@ -33,7 +33,10 @@ def writer_of(config: Config, folder: StageFolder) -> Target | RemoteTarget:
     if not target.urls:
         return load_target(target, config.hardware)
     scored = config.teacher_top_k if config.scored_by_engine else 0
-    return remote_target(target, config.hardware, top_k=scored)
+    engines = remote_target(target, config.hardware, top_k=scored)
+    if engines.probe is not None:  # by which whoever reads the answers knows the model again
+        write_json(folder.path / PROBE_FILE, [one.tolist() for one in engines.probe])
+    return engines
 
 
 def check_teacher(config: Config, *, learns: bool) -> None:
@@ -45,6 +48,13 @@ def check_teacher(config: Config, *, learns: bool) -> None:
         why = "shows no hidden states, which a head reads: give draft.kind too (eagle3, medusa)"
     elif config.sampling.repetition_penalty != 1:
         why = "scores texts without a repetition penalty: use sampling.repetition_penalty=1"
+    elif config.sampling.temperature > 0 and (
+        config.decode.proposer == "argmax" or config.decode.verification == "match"
+    ):
+        why = (
+            "names the likeliest ids alone, which does not tell how often argmax proposals, or "
+            "matched ones, are accepted: use decode.proposer=sampled and verification=speculative"
+        )
     elif learns and config.source.name == "replay":
         why = "verifies no proposals: use another source than replay"
     elif learns and NEEDS_FULL_SUPPORT & config.divergence.names:
@@ -68,8 +78,8 @@ def teacher_of(config: Config, folder: StageFolder) -> RemoteTarget:
         at_once=config.generate.batch_size,
     )
     for name, path in folder.inputs.items():
-        if name.startswith("contexts") and (path / PROBE_FILE).exists():
-            target.check_law(read_json(path / PROBE_FILE))
+        if (path / PROBE_FILE).is_file():
+            target.check_law(read_json(path / PROBE_FILE), name.split()[0])
     return target
 
 
@@ -92,8 +102,6 @@ def contexts(config: Config, folder: StageFolder) -> dict[str, Any]:
     target = writer_of(config, folder)
     if isinstance(target, RemoteTarget):
         room = Room(new, target.longest)
-        if target.probe is not None:
-            write_json(folder.path / PROBE_FILE, [one.tolist() for one in target.probe])
     else:
         room = Room(new, target.adapter.max_positions)
     summary, before = {}, 0

@@ -30,7 +30,7 @@ from .contexts import check_teacher, read_contexts, teacher_of
 from .plan import ONLINE
 from .prepare import check_pair
 from .product import SUMMARY, plan
-from .push import bringing, check_pushed
+from .push import bringing, check_pushed, let_go_on
 from .service import (
     SERVER,
     STATE,
@@ -101,6 +101,7 @@ def watch(config: Config, folder: Path, stop: Event) -> None:
     """Load what refitting needs, and run the loop; with `overwrite` from an empty folder on."""
     check_pair(config)
     check_teacher(config, learns=config.online.teacher == "target")
+    let_go_on(config)
     made = inputs_of(ONLINE, config)
     fingerprints = checksums_of(config, made)
     if config.overwrite:

@@ -1,7 +1,7 @@
 """How the daemon's versions reach an engine that is not draftkit's: `online.push`."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from draftkit.config import Config
@@ -25,6 +25,14 @@ def check_pushed(config: Config) -> None:
     check_exported(config)
     if config.online.push == "vllm" and config.engine.url is None:
         raise ValueError("online.push=vllm: name the engine by engine.url=http://127.0.0.1:8000")
+
+
+def let_go_on(config: Config) -> None:
+    """Let an engine that a killed daemon left paused answer again: it may be asked for scores."""
+    if config.online.push == "vllm":
+        assert config.engine.url is not None
+        with Endpoint("engine.url", config.engine.url) as endpoint, suppress(ValueError):
+            endpoint.ask("/resume", {}, optional=True)
 
 
 @contextmanager

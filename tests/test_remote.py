@@ -131,6 +131,8 @@ def test_the_daemon_refits_and_gates_without_the_target(tmp_path: Path) -> None:
     shop = Shop(tmp_path, records)
     with served(Engine(making.target(), [0], str)) as engine:
         target = remote(engine, top_k=making.TOP_K)
+        shop.refit.judge.engines = replace(target, longest=len(records[0].prompt_ids) + 11)
+        assert not all(map(shop.refit.judge.can_score, records))  # an engine needs room behind them
         shop.refit.judge.engines = target
         make = shop.refit.make_trainer
 

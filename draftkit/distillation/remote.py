@@ -19,7 +19,7 @@ from torch import Tensor
 from draftkit.config import HardwareConfig, TargetConfig
 from draftkit.data.rollouts import Record
 from draftkit.distillation.batch import TokenSequence, continued
-from draftkit.endpoint import COMPLETIONS, OTHERWISE, Endpoint
+from draftkit.endpoint import COMPLETIONS, OTHERWISE, Endpoint, origin_of
 from draftkit.models.files import ModelFolder
 from draftkit.models.loading import Outline, load_outline
 from draftkit.models.shapes import context_of
@@ -82,7 +82,8 @@ class RemoteTarget(Outline):
             ]
         except (*OTHERWISE, ValueError) as error:
             raise server.failure(
-                "scores no given text (prompt_logprobs), as vLLM does: a teacher must"
+                "scores no given text (prompt_logprobs), as vLLM does: a teacher must",
+                origin_of(response),
             ) from error
 
     def _tensors(self, rows: Sequence[Sequence[tuple[float, int]]]) -> Scores:
@@ -133,22 +134,24 @@ class RemoteTarget(Outline):
             f" on average at temperature {temperature:g}"
         )
 
-    def check_law(self, probe: Sequence[Sequence[Sequence[float]]]) -> None:
-        """Raise ValueError unless the engines score as the one that left `probe` behind."""
+    def check_law(self, probe: Sequence[Sequence[Sequence[float]]], stage: str) -> None:
+        """Raise ValueError unless the engines score as the one that left `probe` in `stage`."""
         assert self.probe is not None
         ids, log_probs = probe
         before = torch.tensor(ids), torch.tensor(log_probs, dtype=torch.float64)
         if not is_same_law(self.probe, before):
             raise ValueError(
                 f"{KEY}: {self.urls[0]} scores a text otherwise than the engine that wrote the "
-                "answers of this experiment: serve that model, or use overwrite=true"
+                f"answers of this experiment: serve that model, or redo them by `python -m "
+                f"pipelines.{stage} ... overwrite=true`"
             )
 
 
 def is_same_law(one: Scores, other: Scores) -> bool:
     """Whether two scores of one text are of one model, but for rounding: sum |p - q| / 2 over the
-    ids that either names."""
-    apart = []
+    ids that either names, of as many as both do."""
+    apart, k = [], min(one[1].shape[-1], other[1].shape[-1])
+    one, other = ((ids[:, :k], values[:, :k]) for ids, values in (one, other))
     for ids, values, other_ids, other_values in zip(*one, *other, strict=True):
         p, q = (
             dict(zip(own.tolist(), probs.exp().tolist(), strict=True))
@@ -167,43 +170,42 @@ def remote_target(
     for an engine that serves another model, that does not score, or scores one text in two ways.
     """
     outline = load_outline(model, hardware)
-    ids = outline.tokenizer.encode(PROBE)
-    with Endpoint(KEY, *model.urls, retries=RETRIES) as server:
-        served = [server.models(at)[0]["id"] for at in range(len(model.urls))]
-        if len({*served}) > 1:
-            names = " and ".join(dict.fromkeys(served))
-            raise ValueError(f"{KEY}: serve {names}: all must serve one model, by one name")
-        for at, url in enumerate(server.urls):
-            check_ids(server, served[at], ids, model, at, url)
+    ids, names = outline.tokenizer.encode(PROBE), list[str]()
+    longest = context_of(ModelFolder(model).config)
+    for url in model.urls:
+        with Endpoint(KEY, url, retries=RETRIES) as server:
+            served = server.models()[0]
+            names.append(served["id"])
+            longest = min(longest, served.get("max_model_len") or longest)
+            check_ids(server, names[-1], ids, model)
+    if len({*names}) > 1:
+        known = " and ".join(dict.fromkeys(names))
+        raise ValueError(f"{KEY}: serve {known}: all must serve one model, by one name")
     size = count_ids(outline.tokenizer)
     target = RemoteTarget(
         **vars(outline),
         urls=model.urls,
-        model=served[0],
+        model=names[0],
         vocab_size=size,
-        longest=context_of(ModelFolder(model).config) - 1,
+        longest=longest - 1,
         top_k=min(top_k, size - 1),
         at_once=at_once,
     )
     return replace(target, probe=probed(target, ids)) if top_k else target
 
 
-def check_ids(
-    server: Endpoint, name: str, ids: Sequence[int], model: TargetConfig, at: int, url: str
-) -> None:
+def check_ids(server: Endpoint, name: str, ids: Sequence[int], model: TargetConfig) -> None:
     """Raise ValueError unless the engine reads `PROBE` as `ids`, those of `target.path`."""
-    read, written = server.ids_of(name, PROBE, at=at)
+    read, written = server.ids_of(name, PROBE)
     if not written:
         raise server.failure(
             "tells no ids of its texts (return_token_ids), of which nobody knows what was sampled: "
-            "use vLLM",
-            url,
+            "use vLLM"
         )
     if read and read != ids:
         raise server.failure(
             f"reads {PROBE!r} by other ids than the tokenizer of {model.named}: name the model "
-            "that it serves by target.path",
-            url,
+            "that it serves by target.path"
         )
 
 

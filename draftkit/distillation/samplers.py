@@ -19,7 +19,7 @@ from draftkit.decoding.generation import DRAFT_ID, Watch, decode, finish
 from draftkit.decoding.proposers import drafting
 from draftkit.decoding.state import Request
 from draftkit.distillation.remote import RemoteTarget
-from draftkit.endpoint import COMPLETIONS, OTHERWISE, Endpoint, completion
+from draftkit.endpoint import COMPLETIONS, OTHERWISE, Endpoint, completion, origin_of
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import Target
 
@@ -175,14 +175,18 @@ class RemoteSampler(Limits):
         body = completion(prompt, request.sampling, limit=limit, seed=request.seed, row=request.row)
         body |= {"model": self.target.model, "return_token_ids": True}
         response = await engine.send(COMPLETIONS, body, at=request.row)
+        origin = origin_of(response)
         try:
             choice = response.json()["choices"][0]
             if choice.get("prompt_token_ids") not in (None, prompt):
-                raise engine.failure("changes prompts: they do not come back as they were sent")
+                raise engine.failure(
+                    "changes prompts: they do not come back as they were sent", origin
+                )
             if choice.get("token_ids") is None and choice["text"] is not None:
                 raise engine.failure(
                     "returns text without token ids, of which nobody knows what was sampled: "
-                    "use vLLM"
+                    "use vLLM",
+                    origin,
                 )
             output = list(choice["token_ids"])
             if choice.get("finish_reason") == "stop":
@@ -191,7 +195,7 @@ class RemoteSampler(Limits):
                 stop = choice.get("stop_reason", choice.get("matched_stop"))
                 output += [stop] if stop in ends else list(ends) if len(ends) == 1 else []
         except OTHERWISE as error:
-            raise engine.failure(f"answers with no completion ({error!r})") from error
+            raise engine.failure(f"answers with no completion ({error!r})", origin) from error
         length = next((n for n, token in enumerate(output, start=1) if token in ends), limit)
         return {"output_ids": output[: min(length, limit)]}
 

@@ -81,10 +81,11 @@ class Daemon:
         if self.clock() < self._paused.get(route, -math.inf):
             self._bring(route)
             return False
+        self._bring(route)  # first: an engine that was left paused gives a review no scores
         try:
             if (reason := refit.review()) is not None:
                 logger.warning("route %s: the version in force is taken back: %s", route, reason)
-            self._bring(route)
+                self._bring(route)
             if not refit.due():
                 return False
             self.hold()

@@ -83,7 +83,9 @@ class Judge:
         """Whether what is known of `record` suffices."""
         if self.target is not None:
             return True
-        known = self.engines is not None or record.topk_ids is not None
+        known = record.topk_ids is not None
+        if self.engines is not None:
+            known = len(record.prompt_ids) + len(record.output_ids) <= self.engines.longest
         return known and record.sampling["repetition_penalty"] == 1
 
     def completed(self, records: Sequence[Record]) -> Sequence[Record]:

@@ -66,7 +66,8 @@ class ServicePage:
         """The page as HTML."""
         routes = [Route(one, self.buffer) for one in self.refits]
         published = sum(len(one.state["chosen"]) for one in self.refits)
-        refused = sum(one.state["update"] for one in self.refits) - published
+        # One that a killed update, or a person, has published is no update of the state.
+        refused = max(0, sum(one.state["update"] for one in self.refits) - published)
         changes = [change for route in routes for change in route.changes]
         back = [change for route in routes for change in route.taken_back]
         is_bad = bool(back) and max(changes, key=lambda change: change["time"]) in back

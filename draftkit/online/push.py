@@ -105,7 +105,7 @@ class Delivery:
         try:
             self._engine.push(self._exported(version), version.name, before)
         except Mismatch as error:
-            if error.served is None:
+            if error.served not in version.ancestors:  # what was taken back must not come again
                 raise
             reason = f"{first_line(error)}: {error.served} serves again"
             with suppress(NotInForce):  # another one is, and the next turn brings it

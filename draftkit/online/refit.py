@@ -274,8 +274,10 @@ class Refit:
         Stored scores take the mass outside the stored ids at the very temperature of the loss, so
         that a record was served at it, and as many ids a token, so that rows fit into one batch.
         """
-        if self.stored_at is None:
-            return records
+        if self.stored_at is None:  # engines score what leaves them room
+            return (
+                records if self.judge.engines is None else [*filter(self.judge.can_score, records)]
+            )
         width = min(self.settings.buffer.top_k, self._working().draft.vocab_size - 1)
         return [
             replace(record, loss_tail_mass=record.loss_tail_mass or record.tail_mass)
@@ -363,11 +365,11 @@ class Refit:
         look = (count // self.settings.min_records).bit_length()
         if look <= self.state["looks"].get(base.name, 0):
             return None
-        self.state["looks"][base.name] = look
         reason = None
         if (scored := self._measure(base, held_out=False)) is not None:
             before, now = scored
             reason = judge_served(now=now, before=before, look=look, measure=self.judge.measure)
+        self.state["looks"][base.name] = look
         if reason is not None:
             self.registry.rollback(base.parent, reason=reason, current=base.name)
             self.state["refused"] += 1

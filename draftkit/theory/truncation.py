@@ -17,6 +17,8 @@ from torch import Tensor
 
 from draftkit.theory.warping import promote, tempered
 
+ROUNDING = 1e-6  # of a sum of probabilities in float32
+
 
 def most_likely(
     logits: Tensor, k: int, temperatures: Sequence[float]
@@ -75,12 +77,16 @@ def tail_bounds(log_probs: Tensor, temperature: float, vocab_size: int) -> tuple
     power, others = 1 / temperature, vocab_size - log_probs.shape[-1]
     largest = log_probs[:, :1]
     kept = (power * (log_probs - largest)).exp().sum(-1)
-    alike = power * (rest / others).log() + math.log(others)
-    few = rest.log() + (power - 1) * log_probs[:, -1]
-    few = few.masked_fill(rest == 0, -torch.inf)  # where a kept id has no mass either
-    masses = [(one - power * largest[:, 0]).exp() for one in (alike, few)]
-    shares = [one / (kept + one) for one in masses]
-    return torch.minimum(*shares), torch.maximum(*shares)
+    smallest = log_probs.masked_fill(log_probs == -torch.inf, torch.inf).amin(-1)
+
+    def ends(rest: Tensor) -> list[Tensor]:
+        alike = power * (rest / others).log() + math.log(others)
+        few = rest.log() + (power - 1) * smallest
+        masses = [(one - power * largest[:, 0]).exp() for one in (alike, few)]
+        return [one / (kept + one) for one in masses]
+
+    # What is less than the rounding of a sum in float32 may be hidden by it.
+    return torch.minimum(*ends(rest)), torch.maximum(*ends(rest.clamp(min=ROUNDING)))
 
 
 def coarse_target(

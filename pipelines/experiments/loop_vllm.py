@@ -9,6 +9,7 @@ Held-out C++ prompts are answered greedily by vLLM without a drafter, before the
 tokens a pass by vLLM's own counters, paired by prompt, and whether the answers are the same.
 """
 
+import ctypes
 import json
 import multiprocessing
 import operator
@@ -19,8 +20,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from itertools import cycle, islice
 from pathlib import Path
@@ -67,6 +69,7 @@ CONNECTS = 30  # rounds in which the proxy is asked until it is there: four minu
 START_SECONDS, END_SECONDS = 300.0, 60.0  # until an engine answers; until a process has ended
 MADE_BY_US = Path(".engines/vllm/bin/python")  # `make engines`
 ENGINE_LOG, FIGURE = "engine.log", "loop.png"
+PR_SET_PDEATHSIG = 1  # of prctl(2)
 STAGE = Stage(
     name="loop_vllm",
     code="experiments.loop_vllm",
@@ -244,14 +247,15 @@ def vllm(
             stderr=lines,
             env=environment,
             start_new_session=True,
-            preexec_fn=lambda: os.sched_setaffinity(0, cores),
+            preexec_fn=partial(begin, cores),
         )
         try:
             url = f"http://127.0.0.1:{port}"
             wait_for(url, process, log)
             yield url
         finally:
-            os.killpg(process.pid, signal.SIGTERM)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
             try:
                 process.wait(END_SECONDS)
             except subprocess.TimeoutExpired:
@@ -259,15 +263,20 @@ def vllm(
                 process.wait()
 
 
+def begin(cores: Sequence[int]) -> None:
+    """In the engine's process: its cores, and an end with the process that started it."""
+    os.sched_setaffinity(0, cores)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     """Return when the engine answers. Raises ValueError where it ends, or takes too long."""
     end = time.monotonic() + START_SECONDS
     while process.poll() is None and time.monotonic() < end:
-        try:
+        with suppress(httpx.TransportError):
             if httpx.get(f"{url}/health", timeout=5.0).is_success:
                 return
-        except httpx.TransportError:
-            time.sleep(0.5)
+        time.sleep(0.5)
     raise ValueError(f"vLLM did not start: {log} says why")
 
 

@@ -121,7 +121,7 @@ def test_the_target_is_opened_without_its_weights(folder: str, engine: Engine) -
     target = opened(folder, engine)
     assert (target.model, target.top_k, target.vocab_size) == ("tiny", TOP_K, tiny.VOCAB_SIZE)
     assert target.probe is not None
-    target.check_law([one.tolist() for one in target.probe])
+    target.check_law([one.tolist() for one in target.probe], "contexts")
 
 
 @pytest.mark.parametrize(
@@ -157,5 +157,8 @@ def test_engines_that_serve_two_models_are_refused_by_name_or_by_scores(
 def test_a_model_that_is_not_the_one_of_before_is_refused(folder: str, engine: Engine) -> None:
     probe = opened(folder, engine).probe
     assert probe is not None
-    with served(made(seed=5)) as other, pytest.raises(ValueError, match="otherwise than the engin"):
-        opened(folder, other).check_law([one.tolist() for one in probe])
+    with (
+        served(made(seed=5)) as other,
+        pytest.raises(ValueError, match=r"pipelines\.contexts \.\.\. overwrite"),
+    ):
+        opened(folder, other).check_law([one.tolist() for one in probe], "contexts")

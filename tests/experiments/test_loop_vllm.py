@@ -1,6 +1,6 @@
 """The loop around vLLM: what is asked, what is counted, and what must not be lost or left behind.
 
-The whole of it runs by `pytest -m engines`.
+The whole of it is the command, which needs vLLM.
 """
 
 import multiprocessing

@@ -1,5 +1,7 @@
 """A target known by its most likely ids: exact where they hold all that counts, else bounded."""
 
+import math
+
 import pytest
 import torch
 
@@ -46,6 +48,18 @@ def test_the_mass_of_other_ids_lies_within_its_bounds_and_reaches_them(logits, k
         served = (law / temperature).softmax(-1)
         rest = 1 - served[:, :kept].sum(-1)
         assert torch.minimum((rest - low).abs(), (rest - high).abs()) < 1e-9
+
+
+@pytest.mark.parametrize("temperature", [0.3, 0.8, 1.7])
+def test_bounds_hold_where_a_kept_id_has_no_mass_and_where_rounding_hides_the_rest(temperature):
+    least, most = tail_bounds(torch.tensor([[-0.5, -torch.inf]]), temperature, VOCAB)
+    assert 0 < float(least) <= float(most) < 1
+    hidden = torch.full((1, VOCAB), 1e-8 / (VOCAB - 1), dtype=torch.float64).log()
+    hidden[0, 0] = math.log(1 - 1e-8)
+    tail = 1 - (hidden / temperature).softmax(-1)[:, 0]
+    least, most = tail_bounds(torch.zeros(1, 1), temperature, VOCAB)  # as float32 says it
+    assert (least <= tail).all()
+    assert (tail <= most).all()
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])

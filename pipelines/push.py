@@ -8,11 +8,11 @@ from draftkit.config import Config
 from draftkit.endpoint import Endpoint
 from draftkit.engines.folder import write_folder
 from draftkit.models.loading import Outline, with_path
-from draftkit.online.push import Command, Delivery, Engine, Vllm
+from draftkit.online.push import PUSHED, Command, Delivery, Engine, Vllm
 from draftkit.online.registry import Registry, Version
 
 from .export import check as check_exported
-from .service import PUSHED, service_folder
+from .service import service_folder
 from .stage import StageFolder
 
 RETRIES = 2  # of a request to the engine, which may be starting

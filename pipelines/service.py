@@ -20,6 +20,7 @@ from draftkit.models.compatibility import unknown_target
 from draftkit.models.files import ModelFolder
 from draftkit.models.loading import Outline, load_draft, save_draft
 from draftkit.online.buffer import Buffer
+from draftkit.online.push import PUSHED
 from draftkit.online.registry import Registry
 from draftkit.online.sink import Sink
 from draftkit.serving.recorder import Recorder
@@ -28,7 +29,7 @@ from draftkit.tracking import FILE_NAME
 from .product import SUMMARY
 from .stage import StageFolder
 
-BUFFER, DRAFTERS, PUSHED = "buffer.sqlite", "drafters", "pushed"
+BUFFER, DRAFTERS = "buffer.sqlite", "drafters"
 SERVER, STATE = "server", "refit"  # folders that server and daemon hold; trainers' states too
 
 

@@ -21,6 +21,7 @@ from draftkit.artifacts import atomic_path
 from draftkit.evaluation.page import AFTER, MUTED, REPORT, Figure
 from draftkit.evaluation.report import numeric
 from draftkit.online.buffer import Buffer, total
+from draftkit.online.push import PUSHED
 from draftkit.online.refit import Refit
 from draftkit.online.registry import PUBLISHED
 from draftkit.templates import interval, render, signed
@@ -241,6 +242,9 @@ def disk_table(buffer: Buffer, routes: Sequence[Route]) -> Table:
     for route in routes:
         versions = f"versions of {route.name}: {len(route.registry.names())}"
         sizes[versions] = size_of(route.registry.path.rglob("*"))
+        pushed = buffer.path.parent / PUSHED / route.name
+        if pushed.is_dir():
+            sizes[f"for the engine of {route.name}"] = size_of(pushed.rglob("*"))
         sizes[f"trainer of {route.name}"] = size_of(route.refit.folder.rglob("*"))
     sizes["all of these"] = sum(sizes.values())
     sizes["free on this disk"] = shutil.disk_usage(buffer.path.parent).free

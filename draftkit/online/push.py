@@ -29,6 +29,7 @@ from draftkit.engines.push_vllm import NOT_READ, digest
 from draftkit.online.registry import NotInForce, Registry, Version
 
 COMMAND_SECONDS = 900.0  # in which an engine that starts anew must be there
+PUSHED = "pushed"  # the folder of what engines load, by route, in that of a service
 LONGEST_WAIT = 16  # turns between two pushes that fail
 
 logger = logging.getLogger(__name__)

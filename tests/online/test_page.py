@@ -17,6 +17,7 @@ from draftkit.online.buffer import Buffer, Served
 from draftkit.online.daemon import Daemon
 from draftkit.online.gate import Verdict
 from draftkit.online.page import EVERY_SECONDS, SHOWN, ServicePage
+from draftkit.online.push import PUSHED
 from draftkit.online.registry import Registry
 from tests.online import making
 from tests.online.drafters import weights
@@ -139,6 +140,7 @@ def test_every_route_has_its_own_numbers(make: Make) -> None:
     service.decide(PASSED, route=1)
     service.buffer.add_served([Served(route="code", version="v000002", requests=5, **COUNTS)])
     service.buffer.append([entry(1, "code"), entry(2, "gone"), entry(3), entry(4, "code")])
+    (service.page.folder / PUSHED / "code").mkdir(parents=True)
     text = service.page.text()
     assert [row[:4] for row in rows(text, SERVED)] == [
         ["default", "v000001 *", "-", "-"],
@@ -148,7 +150,8 @@ def test_every_route_has_its_own_numbers(make: Make) -> None:
     assert [row[1:4] for row in rows(text, "Records by day")] == [["1", "2", "1"]]
     assert [row[0] for row in rows(text, "Disk")] == [
         "traffic",
-        *("versions of default: 1", "trainer of default", "versions of code: 2", "trainer of code"),
+        *("versions of default: 1", "trainer of default", "versions of code: 2"),
+        *("for the engine of code", "trainer of code"),
         *("all of these", "free on this disk"),
     ]
 

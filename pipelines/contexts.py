@@ -13,6 +13,7 @@ from draftkit.config import Config
 from draftkit.data.lengths import Room
 from draftkit.data.rollouts import Record, document_of, read_records, write_records
 from draftkit.data.splits import read_splits
+from draftkit.distillation.assembly import load_teaching_target
 from draftkit.distillation.losses import NEEDS_FULL_SUPPORT
 from draftkit.distillation.progress import Countdown
 from draftkit.distillation.remote import PROBE_FILE, RemoteTarget, remote_target
@@ -20,7 +21,7 @@ from draftkit.distillation.samplers import TEST, VALIDATION, target_answers
 from draftkit.evaluation.intervals import LEAST_UNITS
 from draftkit.models.files import ModelFolder
 from draftkit.models.heads import head_class
-from draftkit.models.loading import Target, load_target
+from draftkit.models.loading import Outline, Target, load_target
 
 from .command import main
 from .plan import CONTEXTS, answer_tokens
@@ -81,6 +82,15 @@ def teacher_of(config: Config, folder: StageFolder) -> RemoteTarget:
         if (path / PROBE_FILE).is_file():
             target.check_law(read_json(path / PROBE_FILE), name.split()[0])
     return target
+
+
+def teaching_target(config: Config, folder: StageFolder, *, stored: bool) -> Outline:
+    """Who scores for a loss: engines or the target; where scores are `stored`, its outline."""
+    if config.scored_by_engine and not stored:
+        return teacher_of(config, folder)
+    framed = stored and config.generate.hidden_states
+    target = folder.model(config, "target")
+    return load_teaching_target(target, config.hardware, stored=stored, framed=framed)
 
 
 def contexts(config: Config, folder: StageFolder) -> dict[str, Any]:

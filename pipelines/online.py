@@ -17,16 +17,14 @@ import torch
 from draftkit.artifacts import locked, provenance, write_json
 from draftkit.config import DRAFTED_NAMES, Config
 from draftkit.data.rollouts import read_parts
-from draftkit.distillation.assembly import load_teaching_target
 from draftkit.distillation.remote import RemoteTarget
 from draftkit.evaluation.page import REPORT
-from draftkit.models.loading import Outline
 from draftkit.online.daemon import Daemon
 from draftkit.online.page import ServicePage
 from draftkit.online.refit import Anchors, Refit, Update, make_refit
 
 from .command import run_command
-from .contexts import check_teacher, read_contexts, teacher_of
+from .contexts import check_teacher, read_contexts, teaching_target
 from .plan import ONLINE
 from .prepare import check_pair
 from .product import SUMMARY, plan
@@ -108,12 +106,7 @@ def watch(config: Config, folder: Path, stop: Event) -> None:
         print(f"online: clearing {folder} (overwrite=true)", flush=True)
         clear_service(config, SERVER)
     buffer = buffer_of(config, fingerprints)
-    stored = config.online.teacher == "stored"
-    target: Outline
-    if config.scored_by_engine and not stored:
-        target = teacher_of(config, made)
-    else:
-        target = load_teaching_target(made.model(config, "target"), config.hardware, stored=stored)
+    target = teaching_target(config, made, stored=config.online.teacher == "stored")
     anchors = load_anchors(config, made)
     if isinstance(target, RemoteTarget):
         anchors = replace(anchors, held_out=target.scored(anchors.held_out))

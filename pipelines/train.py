@@ -16,21 +16,20 @@ from draftkit.data.splits import read_splits
 from draftkit.distillation.assembly import (
     check_learning_head,
     load_learner,
-    load_teaching_target,
 )
 from draftkit.distillation.fit import fit, with_warmup
 from draftkit.distillation.ranks import is_first
+from draftkit.distillation.remote import RemoteTarget
 from draftkit.distillation.sources import TrainingTexts, check_source_of_head
 from draftkit.models.compatibility import declare_target
 from draftkit.models.devices import peak_bytes, resolve_device
 from draftkit.models.files import ModelFolder
 from draftkit.models.heads import head_class
-from draftkit.models.loading import Outline
 from draftkit.models.parallel import parallel_of
 from draftkit.tracking import FILE_NAME, read_metrics
 
 from .command import main
-from .contexts import check_teacher, read_contexts, teacher_of
+from .contexts import check_teacher, read_contexts, teaching_target
 from .plan import TEXTS, TRAIN
 from .prepare import check_pair
 from .product import complete_summary, plan
@@ -78,18 +77,10 @@ def train(config: Config, folder: StageFolder) -> dict[str, Any]:
     rollouts = folder.inputs.get("generate")
     splits = read_splits(folder.inputs["texts"])
     validation = read_contexts(scored or folder.inputs["contexts"], "validation")
-    target: Outline
-    if config.scored_by_engine and scored is None:
-        target = teacher_of(config, folder)
+    target = teaching_target(config, folder, stored=scored is not None)
+    if isinstance(target, RemoteTarget):
         validation = target.scored(validation)
         folder.note(target.tail_line(validation, temperature))
-    else:
-        target = load_teaching_target(
-            folder.model(config, "target"),
-            config.hardware,
-            stored=scored is not None,
-            framed=config.generate.hidden_states,
-        )
     fitted = fit(
         config,
         target=target,

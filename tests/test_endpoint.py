@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from draftkit.distillation.remote import RETRIES
 from draftkit.endpoint import COMPLETIONS, Endpoint
 from tests.distillation.serving import Engine, served
 from tests.replies import answer_by
@@ -65,6 +66,29 @@ def test_a_refusal_is_one_line_and_only_what_may_pass_is_asked_again(
         server.ask(COMPLETIONS, {"prompt": [1]})
     assert "\n" not in str(error.value)
     assert len(engine.asked) == asked
+
+
+def test_an_engine_that_is_away_for_a_minute_is_waited_for(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refusals for a minute, then an answer; another address is asked without a wait."""
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    monkeypatch.setattr("draftkit.endpoint.FIRST_WAIT", 0.5)
+    monkeypatch.setattr("draftkit.endpoint.asyncio.sleep", sleep)
+    engine.failures = [503] * RETRIES
+    with Endpoint("target.urls", engine.url, retries=RETRIES) as server:
+        assert server.ask(COMPLETIONS, {"prompt": [1]}).is_success
+    assert waits[:3] == [0.5, 1.0, 2.0]
+    assert len(waits) == RETRIES
+    assert sum(waits) > 60
+    waits.clear()
+    with Endpoint("target.urls", "http://127.0.0.1:9", engine.url, retries=RETRIES) as server:
+        assert server.ask(COMPLETIONS, {"prompt": [1]}).is_success
+    assert waits == []
 
 
 def test_nobody_at_an_address_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ class Answer:
     """One answer by its counts.
 
     seconds: from the request to the last token. drafted: proposals, where passes are not counted.
-    limited: whether its length ended it.
+    limited: whether its length ended it. text: of vLLM's and SGLang's.
     """
 
     tokens: int

@@ -84,21 +84,24 @@ def evaluation_table(summary: dict[str, Any]) -> Table:
 
 
 def bounds_table(summary: dict[str, Any]) -> Table:
-    """What is sure of each draft where an engine alone scores, at every temperature."""
-    title = f"at least, by the scores of an engine; {sample_text(summary['alpha'])}"
+    """What is sure of each draft where an engine alone scores, at every temperature; of tau about.
+
+    Whether a token was a proposal is not known there, so tau takes what is sure at its position.
+    """
+    title = f"by the scores of an engine; {sample_text(summary['alpha'])}"
     note = f"{VERDICTS[summary['verdict']]}: {summary['reason']}"
     columns = Column("T", justify="right"), "", *map(numeric, drafts_in(summary))
     table = Table(*columns, title=title, caption=note, min_width=72, **BARE)
     for temperature, judged in summary["by_temperature"].items():
         drafts = drafts_in(judged).values()
-        table.add_row(temperature, MODES["alpha"], *(interval(one["alpha"]) for one in drafts))
+        table.add_row(temperature, "alpha, at least", *(interval(one["alpha"]) for one in drafts))
         missing = (f"+{one['alpha_error_bound']:.3f}" for one in drafts)
         table.add_row("", "  may be missing, at most", *missing)
         if "alpha_gain" in judged:
-            table.add_row("", "  paired gain of what is sure", "", signed(judged["alpha_gain"]))
+            table.add_row("", "  paired gain of that", "", signed(judged["alpha_gain"]))
         for k in ("2", "4", "8"):
             lengths = (interval(one["acceptance_length_by_k"][k], 2) for one in drafts)
-            table.add_row("", f"tau at K = {k}", *lengths, end_section=k == "8")
+            table.add_row("", f"tau at K = {k}, about", *lengths, end_section=k == "8")
     return table
 
 

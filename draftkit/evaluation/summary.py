@@ -149,7 +149,8 @@ def summarise(
 def bounded(judged: Mapping[str, tuple[PromptTotals, Tensor]], config: Config) -> dict[str, Any]:
     """What `score_stored` says of the last of the drafts, beside that of the one before it.
 
-    `alpha` and `acceptance_length_by_k` are what is sure, `alpha_error_bound` what may be missing.
+    `alpha` is what is sure, `alpha_error_bound` what may be missing; `acceptance_length_by_k` is
+    made of the sure part at every position, whichever token came: near tau, and no bound of it.
     """
     summaries = []
     for scored, missing in judged.values():

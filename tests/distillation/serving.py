@@ -107,7 +107,6 @@ def served(engine: Engine) -> Iterator[Engine]:
             self.send_response(status)
             self.send_header("Content-Length", str(len(content)))
             self.send_header("Location", self.path)  # read with a redirect alone
-            self.send_header("Retry-After-Ms", "1")  # read with a state that may pass alone
             self.end_headers()
             self.wfile.write(content)
 

@@ -132,7 +132,11 @@ class OptimConfig(Section, key="optim"):
         False, "less memory, for a third more of the draft's work"
     )
     compile: str = choice(
-        "auto", "compiled loss and sampling", auto="in long runs", true="always", false="never"
+        "auto",
+        "compiled loss and sampling, and the target's texts",
+        auto="in long runs",
+        true="always",
+        false="never",
     )
 
     def __post_init__(self) -> None:
@@ -147,6 +151,10 @@ class OptimConfig(Section, key="optim"):
     @property
     def compiles(self) -> bool:
         """Whether losses and sampling run as machine code; results differ by rounding."""
+        return self.compiles_for(self.max_steps, WORTH_COMPILING)
+
+    def compiles_for(self, steps: int, worth: int) -> bool:
+        """The same of what does `steps` alike, and repays the compiler after `worth` of them."""
         if self.compile == "auto":
-            return self.max_steps >= WORTH_COMPILING and has_compiler()
+            return steps >= worth and has_compiler()
         return self.compile == "true"

@@ -240,12 +240,13 @@ def target_sampler(
     *,
     seed: int,
     batch_size: int,
+    compiled: bool = False,
     top_k: int = 0,
     watch: Watch | None = None,
 ) -> Sampler:
     """The target, sampled as it is served. room: of an answer, and of prompt and answer.
 
-    An engine stores no `top_k`, and lets nobody `watch`.
+    An engine is not `compiled`, stores no `top_k`, and lets nobody `watch`.
     """
     limits: dict[str, Any] = {
         "sampling": sampling,
@@ -259,7 +260,8 @@ def target_sampler(
         limits["max_length"] = min(room.total, target.longest)
         return RemoteSampler(target=target, **limits)
     check_top_k(top_k, target.adapter.vocab_size)
-    return DecoderSampler(model=target.adapter, name="target", top_k=top_k, watch=watch, **limits)
+    limits |= {"compiled": compiled, "top_k": top_k, "watch": watch}
+    return DecoderSampler(model=target.adapter, name="target", **limits)
 
 
 def target_answers(

@@ -105,14 +105,15 @@ def _edge(logits: Tensor, weights: Tensor, limit: Tensor) -> Tensor:
     integers, bits = (torch.int32, 32) if logits.dtype == torch.float32 else (torch.int64, 64)
     key = logits.view(integers)
     # Negative numbers order backwards.
-    key = torch.where(key < 0, key ^ torch.iinfo(integers).max, key).long()
+    key = torch.where(key < 0, key ^ torch.iinfo(integers).max, key)
     shifts = range((bits - 1) // DIGIT * DIGIT, -1, -DIGIT)
     above: Tensor | float = 0.0
     for shift in shifts:
         is_first = shift == shifts[0]
-        digit = (key >> shift) + (1 << DIGIT - 1) if is_first else (key >> shift) % (1 << DIGIT)
+        digit = key >> shift
+        digit = digit + (1 << DIGIT - 1) if is_first else digit & ((1 << DIGIT) - 1)
         empty = logits.new_zeros(*logits.shape[:-1], 1 << DIGIT)
-        sums = empty.scatter_add(-1, digit, weights)
+        sums = empty.scatter_add(-1, digit.long(), weights)
         larger = F.pad(sums.flip(-1).cumsum(-1).flip(-1)[..., 1:], (0, 1)) + above
         first = (larger >= limit).sum(-1, keepdim=True)  # the least digit with little above it
         above = larger.gather(-1, first)

@@ -52,7 +52,6 @@ COUNTING_NAMES = {  # proposers that count the training text
 PROPOSER_NAMES = DRAFTED_NAMES | COUNTING_NAMES
 PROPOSER_NAMES |= {"prompt_lookup": "copies from the text so far", "none": "nobody: gamma is 0"}
 DTYPE_NAMES = ("float32", "bfloat16")
-DOMAIN_NAMES = ("python", "prose", "cpp")
 EXTRA_NAMES = {"refuse": "is refused", "never": "is taken, and never proposes them"}
 REFUSE, NEVER = EXTRA_NAMES
 DIVISOR = "[0.001, inf)"  # of logits, which float32 must hold

@@ -6,7 +6,6 @@ from typing import Any
 
 from draftkit.config.choices import (
     DIVISOR,
-    DOMAIN_NAMES,
     EXTRA_NAMES,
     REFUSE,
     Section,
@@ -17,8 +16,15 @@ from draftkit.config.choices import (
 )
 
 EMBEDDED = "draftkit/embedded"  # a small target that comes with the package, and its folder there
-CORPUS = "draftkit/corpus"  # texts of three domains that come with it
-QUESTIONS = "draftkit/questions"  # chats that come with it
+CORPUS, QUESTIONS, GSM8K = "draftkit/corpus", "draftkit/questions", "draftkit/gsm8k"
+PACKAGED = {  # text that comes with it, and the domains of each
+    CORPUS: ("python", "prose", "cpp"),
+    QUESTIONS: (
+        *("advice", "brainstorm", "classify", "code", "explain_code", "extract", "gsm8k", "math"),
+        *("qa", "reasoning", "rewrite", "structured", "summarize", "translate", "writing"),
+    ),
+    GSM8K: ("gsm8k",),
+}
 KIND_NAMES = {  # of drafters; the last two read hidden states of the target
     "plain": "token by token",
     "pard": "all tokens in one pass",
@@ -197,15 +203,15 @@ class DataConfig(Section, key="data"):
     """Where text comes from and how a row becomes prompt and completion."""
 
     name: str = choice(
-        "local", "what `path` names", local=f"a file, {CORPUS} or {QUESTIONS}", hub="a data set"
+        "local", "what `path` names", local=f"a file, or {', '.join(PACKAGED)}", hub="a data set"
     )
     path: str | None = setting(
         CORPUS, "the file (JSONL, Parquet, text), the address of parts (s3://...), or the data set"
     )
     subset: str | None = setting(None, "of a data set on the hub: its configuration")
     split: str = setting("train", "of a data set on the hub: the split that is read")
-    domains: list[str] = setting(
-        [*DOMAIN_NAMES], f"of {CORPUS}: what is read of it", names=DOMAIN_NAMES, filled=True
+    domains: list[str] | None = setting(
+        None, "of the package's texts: those that are read, as [code, math]; null: all", filled=True
     )
     max_rows: int | None = positive(None, "the first rows of the file or data set; null: all")
     max_bad_rows: float = setting(
@@ -233,6 +239,10 @@ class DataConfig(Section, key="data"):
         super().__post_init__()
         exceeds = self.max_length > self.prompt_tokens
         self.require(exceeds, "max_length", "exceed data.prompt_tokens")
+        known = PACKAGED[str(self.path)] if self.is_packaged else ()
+        rule = f"name domains of {self.path}: {', '.join(known)}"
+        rule = rule if known else "be null: it is of the package's texts alone"
+        self.require({*(self.domains or ())} <= {*known}, "domains", rule)
 
     @property
     def file(self) -> Path:
@@ -249,7 +259,7 @@ class DataConfig(Section, key="data"):
     @property
     def is_packaged(self) -> bool:
         """Whether the text comes with the package."""
-        return self.name == "local" and self.path in (CORPUS, QUESTIONS)
+        return self.name == "local" and self.path in PACKAGED
 
 
 @dataclass(kw_only=True)

@@ -131,10 +131,10 @@ def read_documents(data: DataConfig, *, target: str = "") -> Iterator[Document]:
         rows = READERS[path.suffix](path)
     name = Path(str(data.path)).stem if data.name == "local" else str(data.path)
     if data.is_packaged:
-        rows = (one for one in rows if one[1].get("domain", data.domains[0]) in data.domains)
+        rows = (one for one in rows if data.domains is None or one[1]["domain"] in data.domains)
     where, empty = f"data.path {data.path}", True
     for origin, row in islice(rows, data.max_rows):
-        own = (row.get("domain", name), row["split"]) if data.is_packaged else (name, "")
+        own = (row["domain"], row["split"]) if data.is_packaged else (name, "")
         yield read_document(row, data, f"{where}, {origin}", *own)
         empty = False
     if empty:

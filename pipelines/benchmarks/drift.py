@@ -64,9 +64,14 @@ CURVES = {  # colour and label
 }
 
 
+def domains(config: Config) -> list[str]:
+    """In their order; the drafter has learned the first one alone."""
+    return config.data.domains or []
+
+
 # The drafter is made where the first domain is all text that there is.
 PREPARED = PREPARE.under(
-    lambda config: [replace(config, data=replace(config.data, domains=config.data.domains[:1]))]
+    lambda config: [replace(config, data=replace(config.data, domains=domains(config)[:1]))]
 )
 STAGE = Stage(
     name="drift",
@@ -86,9 +91,9 @@ Texts = dict[str, list[Record]]  # of a domain, by split
 
 def check(config: Config) -> None:
     """Raise ValueError for domains that cannot follow each other."""
-    domains = config.data.domains
-    if len(domains) < 2 or len(set(domains)) < len(domains):
-        raise ValueError(f"data.domains must name at least two, and none twice, got {domains}")
+    names = domains(config)
+    if len(names) < 2 or len(set(names)) < len(names):
+        raise ValueError(f"data.domains must name at least two, and none twice, got {names}")
 
 
 def drift(config: Config, folder: StageFolder) -> dict[str, Any]:
@@ -236,8 +241,8 @@ def stream(experiment: Experiment) -> tuple[Rows, Rows, Rows]:
     drafter saw them. An update is dated by the requests before it.
     """
     config, folder = experiment.config, experiment.folder
-    known, *new = config.data.domains
-    texts = {domain: experiment.texts(domain) for domain in config.data.domains}
+    known, *new = domains(config)
+    texts = {domain: experiment.texts(domain) for domain in domains(config)}
     base = folder.inputs["prepare"]
     static = experiment.distil("static", base, texts[known], config.optim.max_steps)
     oracles = {

@@ -3,7 +3,7 @@
 import itertools
 import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftkit.config import DataConfig
+from draftkit.config.text import CORPUS, PACKAGED, QUESTIONS
 from draftkit.data.corpora import Document, read_documents
 from draftkit.data.splits import SPLITS, split_documents
 from draftkit.data.store import hash_order
@@ -241,17 +242,39 @@ def test_fewer_than_three_documents_are_refused(tmp_path: Path) -> None:
     assert message.startswith(f"data.path {tmp_path / 'a.jsonl'} gives 2 different documents")
 
 
-def test_the_questions_that_come_along_keep_their_own_test_split() -> None:
-    data = compose_config(["data=questions"]).data
+def test_gsm8k_keeps_its_own_test_split() -> None:
+    data = compose_config(["data=gsm8k"]).data
     documents = list(read_documents(data))
     parts = split(documents, data)
     rows = pq.read_table(data.file).to_pylist()
     own = {row["prompt"] for row in rows if row["split"] == "test"}
     assert {document.row["prompt"] for document in parts["test"]} == own
-    assert {document.domain for document in documents} == {"questions"}
+    assert {document.domain for document in documents} == {"gsm8k"}
     assert [len(parts[name]) for name in ("train", "validation", "test")] == [3120, 180, 300]
     few = split(documents[:40], data)  # none is kept for tests
     assert [len(few[name]) for name in ("train", "validation", "test")] == [36, 2, 2]
+
+
+def test_the_questions_that_come_along_are_of_all_kinds_and_no_passage_is_in_two_splits() -> None:
+    data = compose_config(["data=questions"]).data
+    documents = [*read_documents(data)]
+    counts = Counter(one.domain for one in documents)
+    assert {*counts} == {*PACKAGED[QUESTIONS]}
+    assert 230 < min(counts.values()) <= max(counts.values()) < 280
+    parts = split(documents, data)
+    domains = {name: {one.domain for one in part} for name, part in parts.items()}
+    assert domains == {name: {*counts} for name in parts}
+    splits_of = defaultdict[str, set[str]](set)  # of 28 words in a row
+    for row in pq.read_table(data.file).to_pylist():
+        words = re.findall(r"\w+", row["prompt"].lower())
+        for at in range(len(words) - 27):
+            splits_of[" ".join(words[at : at + 28])].add(row["split"])
+    assert not [passage for passage, own in splits_of.items() if len(own) > 1]
+
+
+def test_one_kind_of_the_questions_can_be_read_alone() -> None:
+    data = compose_config(["data=questions", "data.domains=[code,math]"]).data
+    assert {one.domain for one in read_documents(data)} == {"code", "math"}
 
 
 HELD_OUT = ("accelerate/", "rich/", "hydra/", "omegaconf/", "asyncio/", "email/")
@@ -270,14 +293,22 @@ def test_the_corpus_holds_out_packages_that_the_embedded_target_never_saw() -> N
     assert {name: len(part) for name, part in parts.items()} == Counter(r["split"] for r in rows)
 
 
-def test_each_source_of_the_corpus_stands_in_its_card_with_a_licence() -> None:
-    folder = DataConfig().file.parent
-    rows = re.findall(
-        r"^\| ([\w-]+)\b.* \| (\d+) \| \S+ \|$", (folder / "corpus.md").read_text(), re.M
-    )
-    counts = Counter(pq.read_table(DataConfig().file)["source"].to_pylist())
+@pytest.mark.parametrize(
+    ("path", "row"),
+    [
+        (CORPUS, r"^\| ([\w-]+)\b.* \| (\d+) \| \S+ \|$"),
+        (QUESTIONS, r"^\| ([\w-]+) \| (\d+) \| [A-Z][^|]+ \| [^|]+ \|$"),
+    ],
+)
+def test_each_source_of_text_that_comes_along_stands_in_its_card_with_a_licence(
+    path: str, row: str
+) -> None:
+    file = DataConfig(path=path).file
+    rows = re.findall(row, file.with_suffix(".md").read_text(), re.M)
+    counts = Counter(pq.read_table(file)["source"].to_pylist())
     assert {source: int(count) for source, count in rows} == counts
-    licences = (folder / "corpus_licences.txt").read_text().lower()
+    licences = file.with_name(f"{file.stem}_licences.txt").read_text().lower()
+    licences += file.with_name("gsm8k.md").read_text().lower()
     assert not [source for source in counts if source.lower() not in licences]
 
 

@@ -8,7 +8,7 @@ SUITE := -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reord
 READY := $(VENV)/.ready
 DEV := $(VENV)/.ready-dev
 
-.PHONY: quickstart smoke smollm2 test pins newest oldest soak gpu engines lint format clean
+.PHONY: quickstart smoke smollm2 test pins newest oldest soak gpu engines docs lint format clean
 
 quickstart: $(READY)
 	$(BIN)/python -m pipelines.distill +experiment=quickstart
@@ -28,7 +28,7 @@ test: $(DEV)
 # Other releases of the dependencies. Commit constraints.txt after a green `make pins`.
 pins: $(DEV)
 	$(BIN)/uv pip compile --upgrade --universal --no-header --no-annotate --quiet \
-		--extra dev --extra notebooks pyproject.toml -o constraints.txt
+		--extra dev --extra docs --extra notebooks pyproject.toml -o constraints.txt
 	$(MAKE) test
 
 # In an environment of their own. Warnings are shown there, and are no errors.
@@ -62,6 +62,11 @@ gpu: $(DEV)
 engines: $(READY)
 	$(BIN)/python -m tests.engines.environments $(if $(TORCH),--torch "$(TORCH)")
 
+# The pages as a site, in `site`: links and anchors are checked, nothing is asked of a network.
+docs: $(READY)
+	$(BIN)/python -m pip install -qq --constraint constraints.txt --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -73,7 +78,7 @@ format: $(DEV)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .venv-newest .venv-oldest .engines outputs
+	rm -rf $(VENV) .venv-newest .venv-oldest .engines outputs site
 
 # The pinned releases, from any index; -qq: what pip says of its own settings is left out.
 INSTALL := $(BIN)/python -m pip install -qq --constraint constraints.txt --editable

@@ -128,10 +128,9 @@ def judge(
 ) -> Verdict:
     """Compare new weights (`after`) with those in force (`before`), and with the first on anchors.
 
-    gate: the how-manieth test (from 1) this is against the version in force. measure: what the sums
-    are of. Raises ValueError with
-    fewer than 2 conversations; with fewer than `LEAST_PROMPTS` nothing is published. Anchors of few
-    documents have a wide interval, which lets less through.
+    gate: index of this test against the current version, from 1. measure: what the sums are of.
+    Raises ValueError with fewer than 2 conversations; with fewer than `LEAST_PROMPTS` nothing is
+    published. Anchors of few documents have a wide interval, which lets less through.
     """
     gain = after.gain(before)
     p_value = gain_p_value(after.rate(), before.rate())
@@ -158,7 +157,7 @@ def judge_served(
 ) -> str | None:
     """Why the version that serves goes, if it is surely worse than the one before it.
 
-    now, before: on the records served since. look: the how-manieth (from 1) at this version; all of
+    now, before: on the records served since. look: index of this look at the version, from 1; all of
     them together take back one that is as good with a probability of at most `FALSE_PASSES`.
     """
     change = now.gain(before)

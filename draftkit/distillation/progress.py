@@ -1,6 +1,7 @@
 """How far a long step is: its numbers into the metrics, a line now and then, with what is left."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from itertools import groupby
 
@@ -11,6 +12,8 @@ from draftkit.distillation.batch import Batch
 from draftkit.tracking import Tracker
 
 EVERY = 10.0  # seconds between two lines about the same step
+LINES = 7  # over which the pace is taken
+LEAST = 0.01  # of a step, before its end is guessed
 OPENING, CLOSING = "⟦", "⟧"  # around what counts in the loss
 SHOWN = 160  # characters of a piece at either end
 
@@ -18,8 +21,8 @@ SHOWN = 160  # characters of a piece at either end
 class Countdown:
     """Tells how far a step of `total` units is: not more often than `EVERY` seconds, and its end.
 
-    The time left is that of the pace since the line before, so that what a resumed run finds made
-    counts once at most.
+    The time left is that of the pace over the last minute or so, as parts of a step take turns that
+    differ in pace; it is told from a hundredth on. What a resumed run finds made counts that long.
     """
 
     def __init__(
@@ -30,19 +33,20 @@ class Countdown:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._total, self._note, self._clock = total, note, clock
-        self._last = (clock(), 0.0)
+        self._lines = deque([(clock(), 0.0)], maxlen=LINES)
 
     def __call__(self, done: float, text: str) -> None:
         """Note `text` where it is time, with what is left for the units that are not `done`."""
-        now, (then, before) = self._clock(), self._last
+        now, (then, before) = self._clock(), self._lines[-1]
         if done >= self._total > before:
             self._note(text)
         elif now - then >= EVERY and before < done < self._total:
-            left = (self._total - done) * (now - then) / (done - before)
-            self._note(f"{text}, about {duration(left)} left")
+            then, before = self._lines[0]
+            left = duration((self._total - done) * (now - then) / (done - before))
+            self._note(f"{text}, about {left} left" if done >= self._total * LEAST else text)
         else:
             return
-        self._last = (now, done)
+        self._lines.append((now, done))
 
 
 def duration(seconds: float) -> str:

@@ -157,7 +157,7 @@ def judge_served(
 ) -> str | None:
     """Why the version that serves goes, if it is surely worse than the one before it.
 
-    now, before: on the records served since. look: index of this look at the version, from 1; all of
+    now, before: on the records served since. look: index of this look at it, from 1; all of
     them together take back one that is as good with a probability of at most `FALSE_PASSES`.
     """
     change = now.gain(before)

@@ -47,9 +47,21 @@ def test_a_log_hears_of_a_step_every_ten_seconds_and_of_the_last_with_what_is_le
         countdown(done, f"{done} done")
     assert lines == [
         "8 done, about 18.0 s left",  # 8 in 12 seconds
-        "13 done, about 14.0 s left",  # 5 in 10
+        "13 done, about 11.8 s left",  # 13 in 22
         "20 done",
     ]
+
+
+def test_the_end_is_guessed_by_the_last_minute_and_not_before_a_hundredth_is_done() -> None:
+    lines: list[str] = []
+    now = [0.0]
+    countdown = Countdown(1000, lines.append, clock=lambda: now[0])
+    for done in (1, 2, *range(12, 130, 10)):  # slow at first, then one in a second
+        now[0] += 10.0
+        countdown(done, f"{done} done")
+    assert lines[:2] == ["1 done", "2 done"]
+    assert lines[2].startswith("12 done, about ")
+    assert lines[-1] == "122 done, about 14 min 38 s left"
 
 
 def test_training_is_told_by_loss_alpha_and_pace(tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def watch(config: Config, folder: Path, stop: Event) -> None:
     page = ServicePage(config.name, folder, refits, buffer)
     try:
         registries = [refit.registry for refit in refits]
-        with bringing(config, made, target, registries, note) as bring:
+        with bringing(config, made, target, registries, note, stop) as bring:
             loop = Daemon(refits, buffer, config.online, log, page.refresh, stop, bring)
             print(f"online: watching {folder}", flush=True)
             loop.run()

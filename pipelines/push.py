@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from threading import Event
 
 from draftkit.config import Config
 from draftkit.endpoint import Endpoint
@@ -42,10 +43,11 @@ def bringing(
     target: Outline,
     registries: Sequence[Registry],
     note: Callable[[], None],
-) -> Iterator[Callable[[str], None]]:
+    stop: Event,
+) -> Iterator[Callable[[str], bool]]:
     """What brings the version in force of a route to its engine, if any, and says so.
 
-    note: is called when another one serves.
+    It returns whether that is there. note: is called when another one serves.
     """
     start, owner = made.model(config, "draft"), made.model(config, "target")
 
@@ -55,13 +57,15 @@ def bringing(
 
     deliveries: dict[str, Delivery] = {}
 
-    def bring(route: str) -> None:
-        if deliveries:
-            before = deliveries[route].serves
-            if (name := deliveries[route].bring()) is not None:
-                print(f"online: {route}: the engine serves {name}", flush=True)
-            if deliveries[route].serves != before:
-                note()
+    def bring(route: str) -> bool:
+        if route not in deliveries:
+            return True
+        delivery, before = deliveries[route], deliveries[route].serves
+        if (name := delivery.bring()) is not None:
+            print(f"online: {route}: the engine serves {name}", flush=True)
+        if delivery.serves != before:
+            note()
+        return delivery.is_there
 
     with ExitStack() as stack:
         for registry in registries:
@@ -70,15 +74,15 @@ def bringing(
                 registry.note_served(None)
             if config.online.push != "none":
                 folder = service_folder(config) / PUSHED / route
-                engine = engine_of(config, route, stack)
+                engine = engine_of(config, route, stop, stack)
                 deliveries[route] = Delivery(route, registry, engine, write=write, folder=folder)
         yield bring
 
 
-def engine_of(config: Config, route: str, stack: ExitStack) -> Engine:
+def engine_of(config: Config, route: str, stop: Event, stack: ExitStack) -> Engine:
     """Where the versions of `route` go, until the end of `stack`."""
     if config.online.push == "command":
         assert config.online.command is not None
-        return Command(config.online.command, route)
+        return Command(config.online.command, route, stop)
     assert config.engine.url is not None
     return Vllm(stack.enter_context(Endpoint("engine.url", config.engine.url, retries=RETRIES)))

@@ -39,7 +39,7 @@ class Stopped(Exception):
 class Daemon:
     """Refits the drafters of all routes in turns until `stop` is set.
 
-    bring: what is in force on a route to the engine that serves, at every turn.
+    bring: what is in force on a route to the engine that serves, at every turn; True: it is there.
     `clock` (seconds) and the waits of `stop` are all that it knows of time.
     """
 
@@ -49,7 +49,7 @@ class Daemon:
     log: Callable[[Refit, Update], None]
     show: Callable[[], None]  # called after every turn, in which something may have changed
     stop: Event
-    bring: Callable[[str], None] = lambda route: None
+    bring: Callable[[str], bool] = lambda route: True
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
@@ -57,7 +57,7 @@ class Daemon:
         self._paused: dict[str, float] = {}  # until when, of routes whose last turn failed
 
     def run(self) -> None:
-        """Update until told to stop, or until `online.most_updates` are done."""
+        """Update until told to stop, or until `online.most_updates` are done and brought."""
         while not self.stop.is_set() and not self._is_done():
             try:
                 is_idle = True
@@ -68,6 +68,10 @@ class Daemon:
                     self.stop.wait(self.settings.poll_seconds)
             except Stopped:
                 return
+        for _ in range(PAUSE_POLLS):  # an engine may be starting anew
+            if all([self._bring(refit.route) for refit in self.refits]):
+                return
+            self.stop.wait(self.settings.poll_seconds)
 
     def _is_done(self) -> bool:
         most = self.settings.most_updates
@@ -109,11 +113,12 @@ class Daemon:
             logger.exception("route %s: an error after an update, which stands", route)
         return True
 
-    def _bring(self, route: str) -> None:
+    def _bring(self, route: str) -> bool:
         try:
-            self.bring(route)
+            return self.stop.is_set() or self.bring(route)
         except Exception:
             logger.exception("route %s: an error beside the updates, which go on", route)
+            return False
 
     def hold(self) -> None:
         """Wait while the server is busy. Raises `Stopped` when told to stop."""

@@ -100,6 +100,20 @@ def test_what_is_in_force_is_brought_at_every_turn_and_before_an_update_is_told(
     assert not daemon._turn(refit)
 
 
+def test_the_last_update_is_brought_again_to_an_engine_that_was_not_there():
+    refit, answers = FakeRefit(), [True, False, False, False, True]
+    daemon, *_ = make(refit)
+    daemon.bring = lambda route: answers.pop(0)
+    daemon.run()
+    assert not answers
+    daemon, stop, *_ = make(again := FakeRefit(turns=1))
+    brought: list[str] = []
+    daemon.bring = lambda route: bool(brought.append(route))
+    stop.wait = lambda seconds: stop.set() if again.updates else None  # type: ignore[method-assign]
+    daemon.run()
+    assert brought == ["default"] * 3  # before the update, behind it, and at the end, once
+
+
 def test_no_step_is_taken_while_the_server_is_busy():
     buffer, refit = FakeBuffer(), FakeRefit()
     buffer.waiting = 9

@@ -3,6 +3,7 @@
 The names below are loaded when they are first used: `import draftkit.theory` loads torch alone.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
         load_pair,
     )
     from draftkit.distillation.fit import Fitted
+
+for _key in ("HF_HUB_DISABLE_TELEMETRY", "DO_NOT_TRACK"):  # no library phones home
+    os.environ.setdefault(_key, "1")
 
 __all__ = [
     "Evaluation",

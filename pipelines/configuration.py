@@ -124,12 +124,15 @@ def to_config(composed: DictConfig) -> Config:
     follow = [key for key, value in raw.items() if str(value).startswith("${by_device:")]
     chosen = ", ".join(f"{key}={values[key]}" for key in follow)
     lines = [chosen and f"on this machine, where nothing else is given: {chosen}"]
-    if any(model.names_gguf for model in (config.target, config.draft)):
-        from .product import unpacked  # which imports torch, as `served` does
+    models = (config.target, config.draft)
+    if any(model.names_gguf for model in models) or config.target.weights != "auto":
+        from .product import rounded, unpacked  # which import torch, as `served` does
 
         for key in ("target", "draft"):
             model, line = unpacked(getattr(config, key), config.root)
             config, lines = replace(config, **{key: model}), [*lines, line]
+        target, line = rounded(config.target, config.root)
+        config, lines = replace(config, target=target), [*lines, line]
     if origin == "model":
         from draftkit.models.served import served_sampling
 

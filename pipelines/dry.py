@@ -20,7 +20,7 @@ from pathlib import Path
 from draftkit.artifacts import locked, read_json, remove
 from draftkit.data.rollouts import read_records
 from draftkit.data.splits import read_splits
-from draftkit.distillation.pretrain import compiles
+from draftkit.distillation.pretrain import WORTH_COMPILING
 from draftkit.distillation.progress import duration
 from draftkit.distillation.ranks import processes
 from draftkit.models.devices import free_bytes, peak_bytes, resolve_device
@@ -93,7 +93,11 @@ def shortened(step: Product, limit: int, root: Path, made: Mapping[Path, Product
     """
     config, optim = step.config, step.config.optim
     draft, options, generate = config.draft, config.evaluate, config.generate
-    compiled = compiles(optim, steps_of(step)) if step.name == "prepare" else optim.compiles
+    compiled = optim.compiles
+    if step.name == "prepare":
+        compiled = optim.compiles_for(steps_of(step), WORTH_COMPILING)
+    elif step.name == "generate":
+        compiled = config.compiles_texts
     # One batch more than are counted: it loads and compiles. Steps: whole periods of sampling.
     few = replace(
         config,

@@ -23,8 +23,6 @@ from .contexts import writer_of
 from .plan import GENERATE, carries_scores
 from .stage import StageFolder
 
-WORTH_COMPILING = 2_000  # rounds: on two cores the code of one takes half a minute, and halves it
-
 
 def generate(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Let the target continue the prompts of the training split.
@@ -34,7 +32,6 @@ def generate(config: Config, folder: StageFolder) -> dict[str, Any]:
     """
     size, total = config.generate.batch_size, config.generate.rollouts
     splits = read_splits(folder.inputs["texts"])
-    rounds = -(-total // size) * splits.room.new  # at most
     rollouts = tokens = 0
     countdown = Countdown(total, folder.note)
 
@@ -50,7 +47,7 @@ def generate(config: Config, folder: StageFolder) -> dict[str, Any]:
         splits.room,
         seed=noise_seed(config.seed, ROLLOUTS),
         batch_size=size,
-        compiled=config.optim.compiles_for(rounds, WORTH_COMPILING),
+        compiled=config.compiles_texts,
         top_k=config.generate.top_k if carries_scores(config) else 0,
         watch=watch,
     )

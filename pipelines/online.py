@@ -9,7 +9,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 from typing import Any
 
 import torch
@@ -88,7 +88,8 @@ def online(config: Config) -> None:
         torch.set_num_threads(config.hardware.threads)
     folder, stop = service_folder(config), Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+        # From a thread of its own: the main one may hold the lock of `stop` as it is interrupted.
+        signal.signal(number, lambda *_: Thread(target=stop.set).start())
     with locked(folder / STATE):
         watch(config, folder, stop)
     why = "told to stop" if stop.is_set() else "all updates done"
@@ -159,7 +160,7 @@ def watch(config: Config, folder: Path, stop: Event) -> None:
     page = ServicePage(config.name, folder, refits, buffer)
     try:
         registries = [refit.registry for refit in refits]
-        with bringing(config, made, target, registries, note, stop) as bring:
+        with bringing(config, made, target, registries, note) as bring:
             loop = Daemon(refits, buffer, config.online, log, page.refresh, stop, bring)
             print(f"online: watching {folder}", flush=True)
             loop.run()

@@ -127,6 +127,7 @@ GENERATE = Stage(
     derived={
         "by_engine": written_by_engine,
         "top_k": lambda config: config.generate.top_k if carries_scores(config) else None,
+        "compiled": lambda config: config.compiles_texts or None,  # which rounds otherwise
     },
     inputs=(TEXTS, TARGET_MODEL),
     version=2,

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from draftkit.artifacts import fingerprint, locked, read_json, remembered, sha256_file
-from draftkit.config import Config, DataConfig, ModelConfig, flatten
+from draftkit.config import Config, DataConfig, ModelConfig, TargetConfig, flatten
 from draftkit.data.corpora import parts_at
 from draftkit.distillation.ranks import agree
 from draftkit.models.files import address_of, check_folder, files_of_model, model_sha256
 from draftkit.models.gguf_files import VERSION as GGUF_VERSION
 from draftkit.models.gguf_files import convert, file_named
+from draftkit.models.loading import save_rounded
+from draftkit.models.rounded import VERSION as ROUNDED_VERSION
 
 MANIFEST, SUMMARY = "manifest.json", "summary.json"
 VERSION = "draftkit's version of the stage"
@@ -334,6 +336,25 @@ def unpacked(model: Model, root: str) -> tuple[Model, str]:
         if not folder.is_dir():
             line = f"{key}.path {model.path}: {convert(file, folder, key)}"
     return replace(model, path=str(folder), revision=None), line
+
+
+def rounded(target: TargetConfig, root: str) -> tuple[TargetConfig, str]:
+    """`target` as a folder with the weights that `target.weights` asks for, and a line about it.
+
+    It lies in `<root>/shared/rounded`, by the checksum of what was rounded, and is made once.
+    Raises ValueError as `save_rounded` does.
+    """
+    if target.weights == "auto":
+        return target, ""
+    sources = [ROUNDED_VERSION, target.weights, address_of_model(target, root)]
+    home = Path(root) / "shared" / "rounded" / fingerprint(sources)
+    folder, done = home / Path(target.location).name, "read from"
+    with locked(home, wait=partial(print, flush=True)):
+        if not folder.is_dir():
+            save_rounded(target, folder)
+            done = "rounded once, into"
+    line = f"target.weights={target.weights}: {done} {folder}; what is served is that model's law"
+    return replace(target, path=str(folder), revision=None, weights="auto"), line
 
 
 def address_of_text(data: DataConfig, root: str) -> str:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from threading import Event
 
 from draftkit.config import Config
 from draftkit.endpoint import Endpoint
@@ -43,7 +42,6 @@ def bringing(
     target: Outline,
     registries: Sequence[Registry],
     note: Callable[[], None],
-    stop: Event,
 ) -> Iterator[Callable[[str], bool]]:
     """What brings the version in force of a route to its engine, if any, and says so.
 
@@ -74,15 +72,15 @@ def bringing(
                 registry.note_served(None)
             if config.online.push != "none":
                 folder = service_folder(config) / PUSHED / route
-                engine = engine_of(config, route, stop, stack)
+                engine = engine_of(config, route, stack)
                 deliveries[route] = Delivery(route, registry, engine, write=write, folder=folder)
         yield bring
 
 
-def engine_of(config: Config, route: str, stop: Event, stack: ExitStack) -> Engine:
+def engine_of(config: Config, route: str, stack: ExitStack) -> Engine:
     """Where the versions of `route` go, until the end of `stack`."""
     if config.online.push == "command":
         assert config.online.command is not None
-        return Command(config.online.command, route, stop)
+        return Command(config.online.command, route)
     assert config.engine.url is not None
     return Vllm(stack.enter_context(Endpoint("engine.url", config.engine.url, retries=RETRIES)))

@@ -12,9 +12,11 @@ from draftkit.config import (
     DecodeConfig,
     DivergenceConfig,
     EvaluateConfig,
+    GenerateConfig,
     OptimConfig,
     SamplingConfig,
     flatten,
+    has_compiler,
 )
 
 # Values that no other setting has a part in.
@@ -29,7 +31,7 @@ WRONG: dict[str, list[Any]] = {
     "data.path": [None],
     "sampling.temperature": [-1, 1e-40, "a", True],
     "sampling.top_k": [-1, 2.5],
-    "sampling.top_p": [0, 1.5],
+    "sampling.top_p": [0, 1e-7, 1.5],
     "sampling.repetition_penalty": [0],
     "divergence.name": ["kl"],
     "divergence.beta": [0, 1],
@@ -77,6 +79,7 @@ WRONG: dict[str, list[Any]] = {
     "online.routes": [["default", "../code"], ["code"]],
     "online.route": ["code"],
     "online.anchor_fraction": [-0.1, 0.8],
+    "online.sink": ["s3://me:secret@bucket/traffic"],
     "online.buffer.fraction": [1.1],
     "online.gate.fraction": [0],
     "online.gate.records": [1],
@@ -92,6 +95,7 @@ TOGETHER: list[tuple[str, dict[str, Any]]] = [
     ("data.max_length", {"data.prompt_tokens": 32, "data.max_length": 32}),
     ("data.domains", {"data.path": "draftkit/questions", "data.domains": ["python"]}),
     ("data.domains", {"data.path": "mine.jsonl", "data.domains": ["code"]}),
+    ("data.path", {"data.path": "s3://me:secret@bucket/traffic"}),
     ("divergence.mixture", {"divergence.name": "mixture"}),
     ("source.fraction", {"source.name": "mix", "source.fraction": 0}),
     ("source.fraction", {"source.name": "mix", "source.fraction": 1}),
@@ -139,6 +143,23 @@ def test_losses_are_compiled_by_themselves_where_it_pays_and_a_compiler_is_there
     assert not OptimConfig(max_steps=100).compiles
     monkeypatch.setenv("CXX", "absent")
     assert not OptimConfig(max_steps=1000).compiles
+
+
+def test_long_texts_of_the_target_are_written_by_compiled_rounds_and_are_another_product() -> None:
+    from pipelines.plan import GENERATE
+    from pipelines.product import plan
+
+    def config(**changes: Any) -> Config:
+        optim = OptimConfig(compile=changes.pop("compile", "auto"))
+        return Config(generate=GenerateConfig(**changes), optim=optim)
+
+    many, few = {"rollouts": 1600, "batch_size": 100}, {"rollouts": 1500, "batch_size": 100}
+    assert config(**many).compiles_texts == has_compiler()
+    assert not config(**few).compiles_texts
+    assert config(**few, compile="true").compiles_texts
+    assert not config(**many, compile="false").compiles_texts
+    folders = [plan(GENERATE, config(**few, compile=one)).path for one in ("auto", "false", "true")]
+    assert folders[0] == folders[1] != folders[2]
 
 
 def test_a_refusal_says_what_the_setting_means() -> None:

@@ -8,11 +8,12 @@
 # stories, with data.max_length=128 evaluate.max_new_tokens=64 decode.gamma=4.
 # Result: alpha 0.751 to 0.793, and the verdict "do not deploy": a pass of that drafter costs too much.
 set -eu
+cd "$(dirname "$0")/../.."
 PATH="$PWD/.venv/bin:$PATH"
-pair="+experiment=pair target.path=$1 draft.path=$2 data.path=$3"
+target=$1 draft=$2 file=$3
 shift 3
+set -- +experiment=pair "target.path=$target" "draft.path=$draft" "data.path=$file" "$@"
 
-# shellcheck disable=SC2086 # several words
-for command in check distill export; do
-    python -m "pipelines.$command" $pair "$@"
-done
+python -m pipelines.check "$@"
+python -m pipelines.distill "$@"
+python -m pipelines.export "$@"

@@ -4,13 +4,15 @@
 #     sh docs/examples/sweep.sh TARGET DRAFT FILE.jsonl [key=value ...]
 #
 # Needs: as own_pair.sh. Texts and the target's answers are made once, for all three.
-# Took: DISTILLSPEC
-# Result: X
+# Took: 62 minutes on two cores of an AMD EPYC for the story pair of docs/distillspec.md, whose sweep
+# goes over sources too.
+# Result there: TVD and JSD on the target's texts lead; over plain training they add 0.027 of alpha.
 set -eu
+cd "$(dirname "$0")/../.."
 PATH="$PWD/.venv/bin:$PATH"
-pair="+experiment=pair name=sweep target.path=$1 draft.path=$2 data.path=$3"
+target=$1 draft=$2 file=$3
 shift 3
 
-# shellcheck disable=SC2086 # several words
-python -m pipelines.distill -m $pair divergence=forward_kl,jsd,tvd "$@"
+python -m pipelines.distill -m +experiment=pair name=sweep divergence=forward_kl,jsd,tvd \
+    "target.path=$target" "draft.path=$draft" "data.path=$file" "$@"
 python -m pipelines.compare 'runs=[outputs/sweep]'

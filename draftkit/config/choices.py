@@ -9,6 +9,7 @@ from copy import copy
 from dataclasses import Field, dataclass, field, fields
 from types import NoneType
 from typing import Any, ClassVar, get_args, get_origin
+from urllib.parse import urlsplit
 
 DIVERGENCE_NAMES = {
     "forward_kl": "KL(target || draft): covers everything that the target may say",
@@ -65,6 +66,12 @@ def require(condition: bool, key: str, rule: str, value: object) -> None:
     """Raise ValueError `key must rule, got value` unless `condition` holds."""
     if not condition:
         raise ValueError(f"{key} must {rule}, got {value!r}")
+
+
+def check_address(key: str, address: str) -> None:
+    """Raise ValueError for an address with a password, which runs and trackers would keep."""
+    rule = "hold no user and password: libraries read those from their own files or variables"
+    require("@" not in urlsplit(address).netloc, key, rule, "...@...")
 
 
 @dataclass(frozen=True)

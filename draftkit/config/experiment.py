@@ -15,6 +15,7 @@ from draftkit.config.text import (
     TargetConfig,
 )
 from draftkit.config.training import (
+    LOTS_WORTH_COMPILING,
     USUAL_TOP_K,
     DivergenceConfig,
     GenerateConfig,
@@ -112,6 +113,15 @@ class Config(Section, key=""):
         """Whether the engines of `target.urls` stand for the target's weights. A head reads its
         hidden states, which they do not tell."""
         return bool(self.target.urls) and not self.draft.is_head
+
+    @property
+    def compiles_texts(self) -> bool:
+        """Whether the target writes training texts by compiled rounds; results differ by rounding.
+
+        A lot of texts is as many rounds as its longest answer has tokens.
+        """
+        lots = -(-self.generate.rollouts // self.generate.batch_size)
+        return not self.target.urls and self.optim.compiles_for(lots, LOTS_WORTH_COMPILING)
 
     @property
     def teacher_top_k(self) -> int:

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass, field
 
-from draftkit.config.choices import Section, choice, positive, require, setting
+from draftkit.config.choices import Section, check_address, choice, positive, require, setting
 
 DEFAULT_ROUTE = "default"
 LEAST_PROMPTS = 20  # different ones, below which no gate decides: intervals of fewer are too narrow
@@ -104,6 +104,7 @@ class OnlineConfig(Section, key="online"):
         self.require(not self.prompts or self.teacher == "target", "prompts", rule)
         given = self.push != "command" or self.command is not None
         self.require(given, "command", "be given with online.push=command")
+        check_address("online.sink", self.sink or "")
         for route in self.routes:
             fits = ROUTE.fullmatch(route) is not None
             require(fits, "online.routes", "be of a-z, 0-9, _ and -, at most 32 long", route)

@@ -9,6 +9,7 @@ from draftkit.config.choices import (
     EXTRA_NAMES,
     REFUSE,
     Section,
+    check_address,
     choice,
     positive,
     require,
@@ -148,6 +149,13 @@ class TargetConfig(ModelConfig, key="target"):
     path: str | None = setting(
         EMBEDDED, f"as draft.path; {EMBEDDED}: a small one that comes with the package"
     )
+    weights: str = choice(
+        "auto",
+        "in which it is served",
+        auto="as they are",
+        int4="rounded to 4 bits (groups of 32; not the output head): another model, and quicker on "
+        "CPUs",
+    )
     urls: list[str] = setting(
         [], "addresses of vLLM that serves it, and writes and scores texts (key: OPENAI_API_KEY)"
     )
@@ -243,6 +251,8 @@ class DataConfig(Section, key="data"):
         rule = f"name domains of {self.path}: {', '.join(known)}"
         rule = rule if known else "be null: it is of the package's texts alone"
         self.require({*(self.domains or ())} <= {*known}, "domains", rule)
+        if self.is_remote:
+            check_address("data.path", str(self.path))
 
     @property
     def file(self) -> Path:
@@ -268,7 +278,7 @@ class SamplingConfig(Section, key="sampling"):
 
     temperature: float = setting(1.0, "divides the logits; 0: greedy", DIVISOR, also=0)
     top_k: int = setting(0, "keeps so many of the likeliest tokens; 0: all", "[0, inf)")
-    top_p: float = setting(1.0, "keeps the likeliest tokens up to this probability", "(0, 1]")
+    top_p: float = setting(1.0, "keeps the likeliest tokens up to this probability", "[1e-06, 1]")
     repetition_penalty: float = positive(
         1.0, "divides logits above 0 of tokens that the text has, multiplies those below; 1: none"
     )

@@ -17,6 +17,7 @@ from draftkit.config.choices import (
 )
 
 WORTH_COMPILING = 200  # steps
+LOTS_WORTH_COMPILING = 16  # lots of answers: the code takes half a minute, and halves a round
 USUAL_TOP_K = 20  # ids that vLLM names without --max-logprobs
 
 
@@ -154,7 +155,7 @@ class OptimConfig(Section, key="optim"):
         return self.compiles_for(self.max_steps, WORTH_COMPILING)
 
     def compiles_for(self, steps: int, worth: int) -> bool:
-        """The same of what does `steps` alike, and repays the compiler after `worth` of them."""
+        """Whether what takes so many `steps` is compiled, which `worth` steps pay for."""
         if self.compile == "auto":
             return steps >= worth and has_compiler()
         return self.compile == "true"

@@ -25,7 +25,6 @@ from draftkit.config import (
     OptimConfig,
     PretrainConfig,
     TargetConfig,
-    has_compiler,
 )
 from draftkit.data.prompts import Example
 from draftkit.data.rollouts import Record
@@ -269,12 +268,6 @@ def draft_ids(head: HeadConfig, vocab_size: int) -> int:
     return head.vocabulary
 
 
-def compiles(optim: OptimConfig, steps: int) -> bool:
-    """Whether the passes of a model that is trained for so many steps run as machine code."""
-    worth = steps >= WORTH_COMPILING and has_compiler()
-    return optim.compile == "true" or (optim.compile == "auto" and worth)
-
-
 @alone()  # in a distributed launch the first process makes the model, the others wait for it
 def pretrain(
     model: Adapter,
@@ -292,7 +285,7 @@ def pretrain(
     """
     device = model.device
     dtype = resolve_dtype(config.hardware, device)
-    compiled = compiles(config.optim, shape.max_steps)
+    compiled = config.optim.compiles_for(shape.max_steps, WORTH_COMPILING)
     if compiled and not model.has_encoder:
         model.model.base_model.compile(dynamic=False)  # rows are of one length
     trainer = Trainer(

@@ -13,6 +13,7 @@ from draftkit.tracking import Tracker
 
 EVERY = 10.0  # seconds between two lines about the same step
 LINES = 7  # over which the pace is taken
+FINDING = 1.0  # seconds in which a resumed run finds what is made
 LEAST = 0.01  # of a step, before its end is guessed
 OPENING, CLOSING = "⟦", "⟧"  # around what counts in the loss
 SHOWN = 160  # characters of a piece at either end
@@ -22,7 +23,8 @@ class Countdown:
     """Tells how far a step of `total` units is: not more often than `EVERY` seconds, and its end.
 
     The time left is that of the pace over the last minute or so, as parts of a step take turns that
-    differ in pace; it is told from a hundredth on. What a resumed run finds made counts that long.
+    differ in pace; it is told from a hundredth on. What a resumed run finds made, in its first
+    seconds, does not count.
     """
 
     def __init__(
@@ -41,10 +43,12 @@ class Countdown:
         if done >= self._total > before:
             self._note(text)
         elif now - then >= EVERY and before < done < self._total:
-            then, before = self._lines[0]
-            left = duration((self._total - done) * (now - then) / (done - before))
+            begun, found = self._lines[0]
+            left = duration((self._total - done) * (now - begun) / (done - found))
             self._note(f"{text}, about {left} left" if done >= self._total * LEAST else text)
         else:
+            if len(self._lines) == 1 and now - then < FINDING:
+                self._lines[0] = (then, done)
             return
         self._lines.append((now, done))
 

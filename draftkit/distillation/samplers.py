@@ -260,6 +260,8 @@ def target_sampler(
         limits["max_length"] = min(room.total, target.longest)
         return RemoteSampler(target=target, **limits)
     check_top_k(top_k, target.adapter.vocab_size)
+    # On CUDA eager rounds wait for nothing; what compiling them gives there is not measured.
+    compiled = compiled and target.device.type == "cpu"
     limits |= {"compiled": compiled, "top_k": top_k, "watch": watch}
     return DecoderSampler(model=target.adapter, name="target", **limits)
 

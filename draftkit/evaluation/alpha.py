@@ -53,7 +53,7 @@ UNCUT = "alpha_uncut_draft"
 ENTROPIES = {0: "under 0.5", 0.5: "0.5 to 1", 1: "1 to 2", 2: "2 to 3", 3: "3 and more"}
 POSITIONS = {1: "1 to 8", 9: "9 to 32", 33: "33 to 128", 129: "129 to 512", 513: "513 and more"}
 UNSURE = 2  # nats, from which the target itself is unsure: as of 7 tokens that are equally likely
-CATEGORIES, OTHERS = 8, "others"  # parts of the categories with the most prompts, and of the rest
+CATEGORIES, OTHERS = 16, "others"  # parts of the categories with the most prompts, and of the rest
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file
@@ -38,6 +39,7 @@ from draftkit.models.heads import EAGLE3, MEDUSA, head_class, layers_read
 from draftkit.models.lora import save_plain
 from draftkit.models.parallel import parallel_of
 from draftkit.models.probe import check_packing, check_passes
+from draftkit.models.rounded import LEVELS, pack, round_weights
 from draftkit.models.seq2seq import Seq2SeqAdapter
 from draftkit.models.shapes import layer_count, layer_stack
 from draftkit.models.shrink import read_kept_ids
@@ -182,6 +184,9 @@ def load_target(
     loaded = load_model(folder, dtype=dtype or served, device=device)
     # A target never changes, so compiled code may pack its weights.
     loaded.requires_grad_(False)
+    if device.type == "cpu" and (levels := Path(model.location) / LEVELS).is_file():
+        with refusing(model):
+            pack(loaded, levels)
     size = real_vocab_size(tokenizer, loaded.config, "target")
     adapter = adapter_of(loaded, vocab_size=size)
     if probed:
@@ -323,6 +328,23 @@ def save_model(
         tokenizer.save_pretrained(temporary)
         if kept_ids is not None:
             (temporary / KEPT_IDS).write_text(json.dumps(kept_ids.tolist()), encoding="utf-8")
+
+
+def save_rounded(model: TargetConfig, folder: Path) -> None:
+    """Write `model` with weights of 4 bits to `folder`, whole or not at all.
+
+    Raises ValueError naming `target.path` for one that cannot be loaded or rounded.
+    """
+    source = ModelFolder(model)
+    loaded = load_model(source, dtype=torch.bfloat16, device=torch.device("cpu"))
+    try:
+        levels = round_weights(loaded)
+    except ValueError as error:
+        raise ValueError(f"{model.named}: {error}") from error
+    with atomic_path(folder) as temporary:
+        save_plain(loaded, temporary)
+        source.tokenizer.save_pretrained(temporary)
+        save_file(levels, temporary / LEVELS)
 
 
 def save_draft(draft: Adapter, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -26,6 +26,7 @@ FRESH_SECONDS = 10.0  # a server that has not told its load for so long is not t
 HOLD_SECONDS = 0.2  # between two looks at a busy server
 KEPT_VERSIONS = 5  # beside the ancestors of what is served
 PAUSE_QUEUE = 8  # requests waiting at the server above which training pauses
+LAST_SECONDS = 900.0  # for which the last update is brought again and again
 PAUSE_POLLS = 30  # times `online.poll_seconds`, for which a route is left alone after an error
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class Daemon:
         self._paused: dict[str, float] = {}  # until when, of routes whose last turn failed
 
     def run(self) -> None:
-        """Update until told to stop, or until `online.most_updates` are done and brought."""
+        """Update until told to stop, or until `online.most_updates` are done."""
         while not self.stop.is_set() and not self._is_done():
             try:
                 is_idle = True
@@ -68,10 +69,7 @@ class Daemon:
                     self.stop.wait(self.settings.poll_seconds)
             except Stopped:
                 return
-        for _ in range(PAUSE_POLLS):  # an engine may be starting anew
-            if all([self._bring(refit.route) for refit in self.refits]):
-                return
-            self.stop.wait(self.settings.poll_seconds)
+        self._bring_last()
 
     def _is_done(self) -> bool:
         most = self.settings.most_updates
@@ -119,6 +117,17 @@ class Daemon:
         except Exception:
             logger.exception("route %s: an error beside the updates, which go on", route)
             return False
+
+    def _bring_last(self) -> None:
+        """What no later turn would bring, to an engine that may be starting anew."""
+        end, left = self.clock() + LAST_SECONDS, [refit.route for refit in self.refits]
+        while left := [route for route in left if not self._bring(route)]:
+            self.show()
+            if self.clock() > end:
+                logger.warning("what is in force did not reach the engine of %s", ", ".join(left))
+                return
+            self.stop.wait(self.settings.poll_seconds)
+        self.show()
 
     def hold(self) -> None:
         """Wait while the server is busy. Raises `Stopped` when told to stop."""

@@ -47,12 +47,16 @@ class ServicePage:
     _shown: Any = field(default=None, init=False)
 
     def refresh(self) -> None:
-        """Write it anew where an update, another version in force or enough time has come since.
+        """Write it anew where there is an update, another version in force or at the engine, or a
+        minute has passed.
 
         What goes wrong is logged: no update fails for it.
         """
         try:
-            news = [(one.state["update"], one.registry.changes()[-1:]) for one in self.refits]
+            news = [
+                (one.state["update"], one.registry.changes()[-1:], one.registry.served())
+                for one in self.refits
+            ]
             if self._shown == (shown := (news, self.clock() // EVERY_SECONDS)):
                 return
             self._shown = shown

@@ -14,11 +14,9 @@ import logging
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Event
 from typing import Any, Protocol
 
 import safetensors.torch
@@ -31,7 +29,6 @@ from draftkit.engines.push_vllm import NOT_READ, digest
 from draftkit.online.registry import NotInForce, Registry, Version
 
 COMMAND_SECONDS = 900.0  # in which an engine that starts anew must be there
-LOOK_SECONDS = 0.1  # between two looks at it
 PUSHED = "pushed"  # the folder of what engines load, by route, in that of a service
 LONGEST_WAIT = 16  # turns between two pushes that fail
 
@@ -159,15 +156,13 @@ class Command:
     """An engine to which the user's own command line brings a version.
 
     It gets DRAFTKIT_DRAFT (the folder), DRAFTKIT_VERSION and DRAFTKIT_ROUTE, and has failed where
-    its exit status is not 0, or after so many `seconds`. Where `stop` is set it goes on alone.
+    its exit status is not 0, or after so many `seconds`. Whoever is told to stop waits for it: a
+    restart that is half done serves nobody.
     """
 
-    def __init__(
-        self, command: str, route: str, stop: Event, *, seconds: float = COMMAND_SECONDS
-    ) -> None:
-        self._command, self._route, self._stop, self._seconds = command, route, stop, seconds
+    def __init__(self, command: str, route: str, *, seconds: float = COMMAND_SECONDS) -> None:
+        self._command, self._route, self._seconds = command, route, seconds
         self._served: str | None = None
-        self.left: subprocess.Popen[bytes] | None = None  # what goes on alone
 
     def serves(self) -> str | None:
         return self._served
@@ -182,20 +177,17 @@ class Command:
             env=os.environ | {f"DRAFTKIT_{key}": value for key, value in given.items()},
             start_new_session=True,  # it ends with all that it started
         )
-        end = time.monotonic() + self._seconds
-        while process.poll() is None:
-            if self._stop.wait(LOOK_SECONDS):
-                self.left = process
-                raise ValueError(f"online.command goes on alone with {name}, as the daemon ends")
-            if time.monotonic() > end:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                raise ValueError(
-                    f"online.command did not end within {self._seconds:.0f} s with {name}"
-                )
-        if process.returncode != 0:
-            raise ValueError(f"online.command ended with status {process.returncode} for {name}")
+        try:
+            status = process.wait(self._seconds)
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise ValueError(
+                f"online.command did not end within {self._seconds:.0f} s with {name}"
+            ) from None
+        if status != 0:
+            raise ValueError(f"online.command ended with status {status} for {name}")
         self._served = name
 
 

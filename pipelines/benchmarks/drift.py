@@ -65,8 +65,12 @@ CURVES = {  # colour and label
 
 
 def domains(config: Config) -> list[str]:
-    """In their order; the drafter has learned the first one alone."""
-    return config.data.domains or []
+    """In their order; the drafter has learned the first one alone. Raises ValueError for a set that
+    cannot follow each other."""
+    names = config.data.domains or []
+    if len(names) < 2 or len(set(names)) < len(names):
+        raise ValueError(f"data.domains must name at least two, and none twice, got {names}")
+    return names
 
 
 # The drafter is made where the first domain is all text that there is.
@@ -91,9 +95,7 @@ Texts = dict[str, list[Record]]  # of a domain, by split
 
 def check(config: Config) -> None:
     """Raise ValueError for domains that cannot follow each other."""
-    names = domains(config)
-    if len(names) < 2 or len(set(names)) < len(names):
-        raise ValueError(f"data.domains must name at least two, and none twice, got {names}")
+    domains(config)
 
 
 def drift(config: Config, folder: StageFolder) -> dict[str, Any]:

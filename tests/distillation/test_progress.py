@@ -64,6 +64,15 @@ def test_the_end_is_guessed_by_the_last_minute_and_not_before_a_hundredth_is_don
     assert lines[-1] == "122 done, about 14 min 38 s left"
 
 
+def test_what_a_resumed_run_finds_made_is_not_its_pace() -> None:
+    lines: list[str] = []
+    seconds = iter([0.0, 0.1, 0.2, 20.0])
+    countdown = Countdown(1000, lines.append, clock=lambda: next(seconds))
+    for done in (450, 900, 910):
+        countdown(done, f"{done} done")
+    assert lines == ["910 done, about 3 min 0 s left"]  # 10 in 20 seconds
+
+
 def test_training_is_told_by_loss_alpha_and_pace(tmp_path: Path) -> None:
     lines: list[str] = []
     log = reporting("train", 20, Tracker(tmp_path), lines.append)

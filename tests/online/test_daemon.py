@@ -114,6 +114,19 @@ def test_the_last_update_is_brought_again_to_an_engine_that_was_not_there():
     assert brought == ["default"] * 3  # before the update, behind it, and at the end, once
 
 
+def test_an_engine_that_stays_away_ends_the_daemon_late_and_in_one_line(caplog):
+    daemon, stop, *_ = make(FakeRefit("a"), FakeRefit("b"))
+    seconds, shown = [0.0], []
+    daemon.clock, daemon.show = lambda: seconds[0], lambda: shown.append(seconds[0])
+    daemon.bring = lambda route: route == "a"
+    stop.wait = lambda _: seconds.__setitem__(0, seconds[0] + 500.0)  # type: ignore[method-assign]
+    daemon.run()
+    assert [record.getMessage() for record in caplog.records] == [
+        "what is in force did not reach the engine of b"
+    ]
+    assert shown[-3:] == [0.0, 500.0, 1000.0]  # the page, at each try
+
+
 def test_no_step_is_taken_while_the_server_is_busy():
     buffer, refit = FakeBuffer(), FakeRefit()
     buffer.waiting = 9

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -270,7 +269,7 @@ def test_a_command_gets_the_folder_and_says_by_its_status_how_it_went(
         f'ls "$DRAFTKIT_DRAFT" >> {out}; echo $DRAFTKIT_VERSION $DRAFTKIT_ROUTE >> {out}; '
         f"test -e {tmp_path / 'works'}"
     )
-    delivery = delivery_of(tmp_path, registry, Command(command, "code", Event()))
+    delivery = delivery_of(tmp_path, registry, Command(command, "code"))
     assert delivery.bring() is None
     assert "online.command ended with status 1 for v000002" in lines(caplog)[0]
     (tmp_path / "works").touch()
@@ -285,7 +284,7 @@ def test_a_command_that_does_not_end_is_ended_with_all_that_it_started(tmp_path:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    command = Command(f"sleep 600 > {pipe} & wait", "default", Event(), seconds=0.5)
+    command = Command(f"sleep 600 > {pipe} & wait", "default", seconds=0.5)
     with pytest.raises(ValueError, match=r"^online\.command did not end within 0 s with v000001$"):
         command.push(tmp_path, "v000001", None)
     hung_up = select.poll()
@@ -293,28 +292,3 @@ def test_a_command_that_does_not_end_is_ended_with_all_that_it_started(tmp_path:
     assert hung_up.poll(60_000)
     os.close(reading)
     assert command.serves() is None
-
-
-def test_a_command_goes_on_alone_when_the_daemon_is_told_to_stop(tmp_path: Path) -> None:
-    begun, release, stop = tmp_path / "begun", tmp_path / "release", Event()
-    os.mkfifo(begun)
-    os.mkfifo(release)
-    command = Command(f"echo > {begun}; read word < {release}; echo > {begun}", "default", stop)
-    told: list[str] = []
-
-    def push() -> None:
-        try:
-            command.push(tmp_path, "v000001", None)
-        except ValueError as error:
-            told.append(str(error))
-
-    (pushing := Thread(target=push)).start()
-    begun.read_text()
-    stop.set()
-    pushing.join(60)
-    assert told == ["online.command goes on alone with v000001, as the daemon ends"]
-    assert command.serves() is None
-    release.write_text("\n")
-    assert begun.read_text() == "\n"
-    assert command.left is not None
-    assert command.left.wait(60) == 0

@@ -95,6 +95,7 @@ TOGETHER: list[tuple[str, dict[str, Any]]] = [
     ("data.max_length", {"data.prompt_tokens": 32, "data.max_length": 32}),
     ("data.domains", {"data.path": "draftkit/questions", "data.domains": ["python"]}),
     ("data.domains", {"data.path": "mine.jsonl", "data.domains": ["code"]}),
+    ("target.weights", {"target.weights": "int4", "target.urls": ["http://localhost:8000"]}),
     ("data.path", {"data.path": "s3://me:secret@bucket/traffic"}),
     ("divergence.mixture", {"divergence.name": "mixture"}),
     ("source.fraction", {"source.name": "mix", "source.fraction": 0}),

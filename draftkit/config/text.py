@@ -162,6 +162,8 @@ class TargetConfig(ModelConfig, key="target"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        own = self.weights == "auto" or not self.urls
+        self.require(own, "weights", "be auto with target.urls, which serve their own")
         for url in self.urls:
             rule = "be addresses of APIs, as http://127.0.0.1:8000"
             require(url.startswith(("http://", "https://")), "target.urls", rule, url)

@@ -179,6 +179,11 @@ def load_target(
     Logits are cut to the real vocabulary. Raises ValueError naming `target.path` for a model that
     cannot be loaded, or, where it is `probed`, that fails `check_passes`.
     """
+    if model.weights != "auto":
+        raise ValueError(
+            f"target.weights={model.weights}: commands round a target into a folder first: write "
+            "one by draftkit.models.loading.save_rounded, and give target.path there"
+        )
     device, folder = resolve_device(hardware), ModelFolder(model)
     served, tokenizer = resolve_dtype(hardware, device), folder.tokenizer
     loaded = load_model(folder, dtype=dtype or served, device=device)

@@ -20,7 +20,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 VERSION = 1  # of the folders: raise it when the same model gives another one
-LEVELS = "levels.safetensors"  # beside the weights: the levels of each matrix, and its grids
+# Beside the weights: the levels of each matrix, and its grids. Engines read all *.safetensors.
+LEVELS = "levels.int4"
 GROUP = 32  # weights with a grid of their own, as in llama.cpp's blocks
 OUTPUTS = 16  # the product takes a multiple of them
 MOST_TOKENS = 8  # of a pass: from more on reading the weights is not what takes the time
@@ -95,11 +96,16 @@ class Packed(nn.Linear):
 
 
 def pack(model: PreTrainedModel, file: Path) -> None:
-    """Let the matrices of `model`, rounded weights on a CPU, be read from the levels in `file`."""
+    """Let the matrices of `model`, rounded weights on a CPU, be read from the levels in `file`.
+
+    Raises ValueError where these stand for other weights.
+    """
     stored = safetensors.torch.load_file(file)
     for name, module in matrices(model):
         pairs, grids = stored[f"{name}.levels"], stored[f"{name}.grids"]
         levels = torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2)
+        if not torch.equal(weights_of(levels, grids), module.weight.data.bfloat16()):
+            raise ValueError(f"{file.name} is of other weights than {name}")
         packed: Any = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels.int(), 1)
         module.__class__ = Packed
         module.register_buffer("packed", packed, persistent=False)

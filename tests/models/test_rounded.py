@@ -1,5 +1,6 @@
 """A target in 4 bits: its weights, the product that reads them, and what it refuses."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,9 +140,15 @@ def test_what_cannot_be_rounded_or_is_damaged_is_refused_in_one_line(
     with pytest.raises(ValueError, match=r"^target\.path [^\n]*gpt2 can be rounded: use target\."):
         save_rounded(given, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match=r"^target\.weights=int4: [^\n]*save_rounded"):
+        load_target(replace(folders[0], weights="int4"), HARDWARE)
     save_rounded(folders[0], damaged := tmp_path / "damaged")
-    stored = load_file(damaged / LEVELS)
-    stored.popitem()
-    save_file(stored, damaged / LEVELS)
-    with pytest.raises(ValueError, match=r"^target\.path [^\n]*damaged: cannot load the model"):
-        load_target(TargetConfig(path=str(damaged)), HARDWARE)
+    whole = load_file(damaged / LEVELS)
+    name = next(name for name in whole if name.endswith(".levels"))
+    for stored in (
+        {key: part for key, part in whole.items() if key != name},
+        whole | {name: whole[name] ^ 1},  # one level beside the right one
+    ):
+        save_file(stored, damaged / LEVELS)
+        with pytest.raises(ValueError, match=r"^target\.path [^\n]*damaged: cannot load the model"):
+            load_target(TargetConfig(path=str(damaged)), HARDWARE)

@@ -43,8 +43,8 @@ class Countdown:
         if done >= self._total > before:
             self._note(text)
         elif now - then >= EVERY and before < done < self._total:
-            begun, found = self._lines[0]
-            left = duration((self._total - done) * (now - begun) / (done - found))
+            then, before = self._lines[0]
+            left = duration((self._total - done) * (now - then) / (done - before))
             self._note(f"{text}, about {left} left" if done >= self._total * LEAST else text)
         else:
             if len(self._lines) == 1 and now - then < FINDING:

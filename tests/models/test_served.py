@@ -163,7 +163,7 @@ def test_every_key_of_transformers_is_served_or_named_but_for_how_it_computes() 
         ('{"top_k": NaN}', r"json: top_k is nan"),
         (
             {"top_p": 1.5},
-            r"json: sampling\.top_p must be in \(0, 1\], got 1\.5 \([^()]+\): correct it, or",
+            r"json: sampling\.top_p must be in \[1e-06, 1\], got 1\.5 \([^()]+\): correct it, or",
         ),
     ],
 )

@@ -23,8 +23,8 @@ class Countdown:
     """Tells how far a step of `total` units is: not more often than `EVERY` seconds, and its end.
 
     The time left is that of the pace over the last minute or so, as parts of a step take turns that
-    differ in pace; it is told from a hundredth on. What a resumed run finds made, in its first
-    seconds, does not count.
+    differ in pace; it stands from a hundredth of the step on. What a resumed run finds made, in its
+    first second, does not count.
     """
 
     def __init__(

@@ -246,7 +246,7 @@ def target_sampler(
 ) -> Sampler:
     """The target, sampled as it is served. room: of an answer, and of prompt and answer.
 
-    An engine is not `compiled`, stores no `top_k`, and lets nobody `watch`.
+    `compiled`, `top_k` and `watch` are of a target in memory alone, the first on CPUs alone.
     """
     limits: dict[str, Any] = {
         "sampling": sampling,

@@ -149,6 +149,14 @@ def row_capacity(prompts: PromptIds, *, max_new_tokens: int, gamma: int) -> int:
     return max(map(len, prompts)) + max_new_tokens + 2 * (max(gamma, MOST_GAMMA) + 1)
 
 
+def code_sizes(target: Adapter, setting: Setting) -> Sequence[int] | None:
+    """Batch sizes with code of their own, as `batch_size` takes them.
+
+    On a CPU a graph takes up to half a minute, so there is one: rows that have ended run along.
+    """
+    return () if setting.compiled and target.device.type == "cpu" else None
+
+
 def make_decoder(target: Adapter, proposer: Proposer | None, setting: Setting) -> Decoder:
     """A decoder of `setting.batch_size` rows with `proposer` attached."""
     decoder = Decoder(
@@ -160,6 +168,7 @@ def make_decoder(target: Adapter, proposer: Proposer | None, setting: Setting) -
         epsilon=setting.epsilon,
         compiled=setting.compiled,
         captured=setting.captured,
+        batch_sizes=code_sizes(target, setting),
     )
     if proposer is not None:
         decoder.attach(DRAFT_ID, proposer)
@@ -216,7 +225,8 @@ def decoding(decoder: Decoder, setting: Setting, gamma: int = 0) -> Way:
     sizes = {rows}
     if gamma > 0 and (setting.compiled or setting.captured):
         # Drafted rows do not end together: one size for each code that a batch may shrink to.
-        sizes = {batch_size(left, rows) for left in range(1, rows + 1)}
+        known = code_sizes(decoder.target, setting)
+        sizes = {batch_size(left, rows, known) for left in range(1, rows + 1)}
     return Way(answer, gamma, sorted(sizes))
 
 

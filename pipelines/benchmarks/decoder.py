@@ -14,7 +14,7 @@ compared with Hugging Face's, token by token.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -62,7 +62,7 @@ CASES = {
     "cpu": {1: (*BOTH, HF_STATIC, HF_ASSISTED, HF_LOOKUP), 4: BOTH, 8: BOTH, 16: BOTH},
     "cuda": {1: (*BOTH, HF_STATIC, HF_ASSISTED), 8: (*BOTH, HF_STATIC)},
 }
-COMPILED = {"cpu": (1,), "cuda": (1, 8)}  # batch sizes; the others run eagerly
+COMPILED = {"cpu": (1, 4, 8), "cuda": (1, 8)}  # batch sizes; the others run eagerly
 TEMPERATURES = (0, 1)
 CHUNKS = 24  # of a setting, as far as there are prompts: an interval needs 20 documents
 MIN_CHUNKS = 6
@@ -75,7 +75,7 @@ STAGE = Stage(
         *("evaluate.draft", "evaluate.prompts", "evaluate.validation_prompts"),
     ),
     inputs=(*JUDGED, CONTEXTS),
-    version=5,
+    version=6,
     product=None,
 )
 Point = dict[str, Any]
@@ -173,12 +173,14 @@ def measure(
     points = {name: base_point(name, timed, setting) for name in names}
     points[SPECULATIVE] |= prediction(timed[SPECULATIVE], timed[PLAIN], costs)
     if setting.sampling.temperature == 0:
-        again = partial(
-            greedy_answers,
-            target,
-            prompts.test,
-            max_new_tokens=setting.max_new_tokens,
-            eos_token_ids=setting.eos_token_ids,
+        again = cache(
+            partial(
+                greedy_answers,
+                target,
+                prompts.test,
+                max_new_tokens=setting.max_new_tokens,
+                eos_token_ids=setting.eos_token_ids,
+            )
         )
         for name in (PLAIN, SPECULATIVE):
             identity = decoded_identity(

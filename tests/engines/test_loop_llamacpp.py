@@ -1,7 +1,7 @@
 """The loop around a real llama-server: traffic by the proxy, a refit, a gate, a restart by command.
 
 The restart is the script of docs/loop.md as it stands there, with a real nginx. Run by
-`pytest -m engines` after `make engines`, where nginx is installed. Seven minutes on two cores.
+`pytest -m engines` after `make engines`, where nginx is installed. Five to seven minutes on two cores.
 """
 
 import operator
@@ -68,7 +68,7 @@ http {{
     server {{ listen 127.0.0.1:{port}; location / {{ proxy_pass http://engine; }} }}
 }}
 """
-UPDATES_SECONDS = 240.0  # in which an update that was begun is published and served
+START_SECONDS = 240.0  # in which the daemon brings the first version
 
 
 @pytest.fixture
@@ -79,9 +79,8 @@ def work(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("no nginx")
     folder, tools = tmp_path / "work", tmp_path / "work" / "bin"
     tools.mkdir(parents=True)
-    found = SCRIPT.search(DOCUMENT.read_text())
-    assert found
-    script = "".join(line.removeprefix("    ") for line in found[0].splitlines(keepends=True))
+    (block,) = SCRIPT.findall(DOCUMENT.read_text())
+    script = "".join(line.removeprefix("    ") for line in block.splitlines(keepends=True))
     tokenizer = ModelFolder(TargetConfig(path=str(EMBEDDED))).tokenizer
     splitter = vocabulary_of(tokenizer, rows=len(tokenizer)).splitter
     converter, (core, *_) = FOLDER / "llamacpp", halves(sorted(os.sched_getaffinity(0)))[0]
@@ -122,9 +121,13 @@ def plain(work: Path) -> Iterator[str]:
 
 
 def sent(proxy: str, config: Config, lot: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """Send a lot through the proxy; proposals that were accepted, and passes, by the replies."""
-    with Endpoint("proxy", proxy, retries=CONNECTS) as server:
-        model = server.model()["id"]
+    """Send a lot through the proxy; proposals that were accepted, and passes, by the replies.
+
+    Raises ValueError where a request fails: none is sent again.
+    """
+    with Endpoint("proxy", proxy, retries=CONNECTS) as starting:
+        model = starting.model()["id"]
+    with Endpoint("proxy", proxy) as server:
 
         async def ask(prompt: Sequence[int]) -> tuple[int, int]:
             body = completion(prompt, greedy(config), limit=MAX_NEW_TOKENS, seed=0, row=0)
@@ -169,7 +172,7 @@ def test_a_drafter_follows_the_traffic_behind_llama_server(work: Path, tmp_path:
     try:
         with running(capture, config), running(online, config) as daemon:
             registry = registry_of(config, DEFAULT_ROUTE)
-            assert wait_for(lambda: registry.served() is not None, seconds=UPDATES_SECONDS)
+            assert wait_for(lambda: registry.served() is not None, seconds=START_SECONDS)
             before = counted(url, config, held_out)
             proxy = f"http://127.0.0.1:{config.capture.port}"
             for first in range(0, len(requests), LOT):

@@ -1,7 +1,8 @@
 """The loop around a real llama-server: traffic by the proxy, a refit, a gate, a restart by command.
 
 The restart is the script of docs/loop.md as it stands there, with a real nginx. Run by
-`pytest -m engines` after `make engines`, where nginx is installed. Five to seven minutes on two cores.
+`pytest -m engines` after `make engines`, where nginx is installed. Five to seven minutes on two
+cores.
 """
 
 import operator

@@ -78,7 +78,6 @@ class Endpoint:
         path: str,
         body: Mapping[str, Any] | None = None,
         *,
-        headers: Mapping[str, str] | None = None,
         optional: bool = False,
         at: int = 0,
     ) -> httpx.Response:
@@ -95,8 +94,7 @@ class Endpoint:
             try:
                 if body is None:
                     return await client.get(path, cast_to=httpx.Response)
-                options = {"headers": dict(headers or {})}
-                return await client.post(path, cast_to=httpx.Response, body=body, options=options)
+                return await client.post(path, cast_to=httpx.Response, body=body)
             except APIStatusError as error:
                 status, text = error.status_code, " ".join(error.response.text.split())[:200]
                 if not (passing and (status >= 500 or status in PASSING)):

@@ -52,7 +52,6 @@ def compare(config: Config) -> None:
         f"{one.name}: {', '.join(one.unfinished)} unfinished" for one in runs if one.unfinished
     ]
     made, folder = rankings(runs), Path(config.root) / config.name / "compare"
-    folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / PAGE, page_of(made, unread))
     write_text(folder / TABLE, as_csv(made))
     show(made, unread, Console(markup=False, highlight=False))

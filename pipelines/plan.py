@@ -83,10 +83,11 @@ def stored_anchors(config: Config) -> list[Config]:
 def shared_context(config: Config) -> int:
     """The context of the target or of the draft, whichever is smaller; nothing is loaded or made.
 
-    Raises ValueError naming the model that is not there.
+    An engine scores a text where it has room for one token more. Raises ValueError naming the model
+    that is not there.
     """
     target, draft = config.target, config.draft
-    whole = context_of(ModelFolder(target).config)
+    whole = context_of(ModelFolder(target).config) - config.scored_by_engine
     if draft.path is not None:
         return min(whole, context_of(ModelFolder(draft).config))
     of_target = draft.is_head or draft.shrink.layers

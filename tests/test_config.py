@@ -26,7 +26,7 @@ WRONG: dict[str, list[Any]] = {
     "data.max_rows": [0],
     "data.max_bad_rows": [-0.1, 1.5],
     "data.prompt_tokens": [0],
-    "data.test_fraction": [0.5],
+    "data.test_fraction": [0, 0.95, 1],
     "data.validation_fraction": [0],
     "data.path": [None],
     "sampling.temperature": [-1, 1e-40, "a", True],
@@ -93,6 +93,7 @@ WRONG: dict[str, list[Any]] = {
 # Settings that do not go together: the one that is refused, then all that are given.
 TOGETHER: list[tuple[str, dict[str, Any]]] = [
     ("data.max_length", {"data.prompt_tokens": 32, "data.max_length": 32}),
+    ("data.test_fraction", {"data.test_fraction": 0.5, "data.validation_fraction": 0.5}),
     ("data.domains", {"data.path": "draftkit/questions", "data.domains": ["python"]}),
     ("data.domains", {"data.path": "mine.jsonl", "data.domains": ["code"]}),
     ("target.weights", {"target.weights": "int4", "target.urls": ["http://localhost:8000"]}),

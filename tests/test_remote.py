@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 
 from draftkit.artifacts import read_json
-from draftkit.config import Config
+from draftkit.config import Config, TargetConfig
 from draftkit.distillation.losses import RemoteTeacher
 from draftkit.distillation.trainer import Trainer
 from draftkit.evaluation.alpha import estimates, score_contexts
+from draftkit.models.files import ModelFolder
 from draftkit.models.loading import load_draft, load_target, with_path
+from draftkit.models.shapes import context_of
 from pipelines.contexts import read_contexts
 from pipelines.distill import show
 from pipelines.evaluate import check as check_evaluate
-from pipelines.plan import CONTEXTS, DISTILL, EVALUATE, TRAIN
+from pipelines.plan import CONTEXTS, DISTILL, EVALUATE, TRAIN, lengths_of
 from pipelines.product import SUMMARY, plan
 from pipelines.stage import ensure
 from pipelines.train import check
@@ -109,6 +111,30 @@ def test_what_an_engine_cannot_teach_is_one_line(
     with pytest.raises(ValueError, match=rf"^target\.urls: an engine .*{why}") as error:
         check(config)
     assert "\n" not in str(error.value)
+
+
+def test_rows_leave_an_engine_the_token_that_it_writes(
+    tmp_path: Path, engine: Engine, weightless: str
+) -> None:
+    words = ["data.max_length=100000", "data.max_prompt_tokens=100000"]
+    context = context_of(ModelFolder(TargetConfig(path=weightless)).config)
+    lengths = lengths_of(asking(tmp_path, weightless, engine, *words))
+    assert lengths.window == lengths.prompt + lengths.completion == context - 1
+
+
+@pytest.mark.parametrize("top_k", [0, 32])
+def test_rows_that_an_engine_cannot_score_are_one_line_before_training(
+    tmp_path: Path,
+    engine: Engine,
+    weightless: str,
+    top_k: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = ["source=fixed", f"generate.top_k={top_k}", "evaluate.max_new_tokens=4"]
+    config = asking(tmp_path, weightless, engine, *words)
+    monkeypatch.setattr(engine, "max_model_len", 48)  # of rows of 48 tokens, and one more
+    with pytest.raises(ValueError, match=r"at most 47 tokens, and one has 48.*--max-model-len 49"):
+        ensure(TRAIN, config)
 
 
 def test_who_asks_an_engine_has_products_of_its_own(tmp_path: Path, engine: Engine) -> None:

@@ -241,14 +241,18 @@ class DataConfig(Section, key="data"):
     max_length: int = setting(1024, "of plain text: tokens of a window, its prompt included")
     prompt_tokens: int = setting(32, "of plain text: tokens of a window's prompt", "[1, inf)")
     validation_fraction: float = setting(
-        0.05, "share of documents to select by; the package's texts are split already", "(0, 0.5)"
+        0.05, "share of documents to select by; the package's texts are split already", "(0, 1)"
     )
-    test_fraction: float = setting(0.05, "share of documents for all results", "(0, 0.5)")
+    test_fraction: float = setting(
+        0.05, "share of documents for all results: 0.9 judges by nearly a whole file", "(0, 1)"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         exceeds = self.max_length > self.prompt_tokens
         self.require(exceeds, "max_length", "exceed data.prompt_tokens")
+        rule = f"leave text to train on, beside data.validation_fraction={self.validation_fraction}"
+        self.require(self.test_fraction + self.validation_fraction < 1, "test_fraction", rule)
         known = PACKAGED[str(self.path)] if self.is_packaged else ()
         rule = f"name domains of {self.path}: {', '.join(known)}"
         rule = rule if known else "be null: it is of the package's texts alone"

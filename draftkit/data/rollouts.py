@@ -165,7 +165,6 @@ def write_parts(
     *,
     size: int,
     make: Callable[[range], list[Record]],
-    name: str = "part",
 ) -> Iterator[list[Record]]:
     """Yield records 0 .. count - 1, `size` at a time, each lot kept in a file of its own.
 
@@ -173,14 +172,14 @@ def write_parts(
     kill costs one lot.
     """
     for first in range(0, count, size):
-        path = folder / f"{name}-{first:08d}.parquet"
+        path = folder / f"part-{first:08d}.parquet"
         if not path.exists():
             write_records(path, make(range(first, min(first + size, count))))
         yield read_records(path)
 
 
 def read_parts(folder: Path) -> Sequence[Record]:
-    """All records that `write_parts` has written as `part`, in order.
+    """All records that `write_parts` has written, in order.
 
     A file is read when a record of it is asked for; the `KEPT` that were last asked for stay in
     memory, as Arrow holds them: a sixth of what Python's own lists would take. Raises ValueError,

@@ -307,7 +307,6 @@ def pretrain(
     batch_size = shape.per_device_train_batch_size
     source = Source(shuffled(texts, config.seed), batch_size=batch_size, device=device)
     training = folder.with_name(f"{folder.name}-training")
-    training.mkdir(exist_ok=True)
     train(trainer, source, training, log=log)
     trained: Any = model.model
     trained.to(torch.float32)

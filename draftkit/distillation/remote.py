@@ -7,7 +7,7 @@ and the mass of the others lies between bounds (`theory.truncation.tail_bounds`)
 Shapes: M generated tokens of all texts together, k ids.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice
@@ -60,6 +60,7 @@ class RemoteTarget(Outline):
 
         Raises ValueError, one line, where an engine does not tell them.
         """
+        self.check_room(len(one.token_ids) for one in texts)
         with self.opened() as server:
             score = partial(self._scored, server)
             rows = server.map(score, enumerate(texts), at_once=self.at_once)
@@ -133,6 +134,15 @@ class RemoteTarget(Outline):
             f"an engine scores: its {self.top_k} likeliest ids, and all others, whose mass {known}"
             f" on average at temperature {temperature:g}"
         )
+
+    def check_room(self, lengths: Iterable[int]) -> None:
+        """Raise ValueError for a text of more tokens than the engines score; lengths: of texts."""
+        if (tokens := max(lengths, default=0)) > self.longest:
+            raise ValueError(
+                f"{KEY}: the engine scores texts of at most {self.longest:,} tokens, and one has "
+                f"{tokens:,}: start it with --max-model-len {tokens + 1}, or lower "
+                "data.max_prompt_tokens, data.max_completion_tokens or data.max_length"
+            )
 
     def check_law(self, probe: Sequence[Sequence[Sequence[float]]], stage: str) -> None:
         """Raise ValueError unless the engines score as the one that left `probe` in `stage`."""

@@ -205,7 +205,6 @@ class Experiment:
             return alpha
 
         work = folder.path / f"{name}-training"
-        work.mkdir(exist_ok=True)
         log = reporting(name, steps, folder.tracker, folder.note)
         train(trainer, source, work, log=log, evaluate=evaluate)
         save_draft(trainer.draft, self.target.tokenizer, path)

@@ -3,7 +3,8 @@
 vLLM's CPU build (`make engines`) serves the target with a drafter that has read prose alone, on one
 half of the cores. Clients ask through the recording proxy, first for prose, then for C++. On the
 other half the daemon refits the drafter from what was recorded. Its teacher is the engine itself:
-no target is in memory. What the gate lets through is pushed into the running engine.
+no target is in memory, but for a head (`draft=eagle3`), which reads its hidden states. What the
+gate lets through is pushed into the running engine.
 
 Held-out C++ prompts are answered greedily by vLLM without a drafter, before the loop, and after it:
 tokens a pass by vLLM's own counters, paired by prompt, and whether the answers are the same.
@@ -93,6 +94,8 @@ def check(config: Config) -> None:
     this experiment has begun: its records would be deleted."""
     check_pair(config)
     check_drafter(config)
+    if config.draft.kind == "medusa":
+        raise ValueError("draft.kind=medusa is served by no engine: use plain or eagle3")
     python_of_vllm()
     folder, begun = service_folder(config), (plan(STAGE, config).folder / MANIFEST).is_file()
     if not (begun or config.overwrite) and (folder / BUFFER).exists():
@@ -123,8 +126,10 @@ def loop_vllm(config: Config, folder: StageFolder) -> dict[str, Any]:
     if not draft.exists():
         start, dtype = folder.model(config, "draft"), "float32"
         write_folder(start, target, draft, gamma=gamma, dtype=dtype, untied=True)
-    options = {"method": "draft_model", "model": str(draft.absolute())}
-    options |= {"num_speculative_tokens": gamma}
+    method = "eagle3" if config.draft.is_head else "draft_model"
+    options = {"method": method, "model": str(draft.absolute()), "num_speculative_tokens": gamma}
+    if config.draft.kind == "pard" or config.draft.head.parallel:
+        options["parallel_drafting"] = True
     speculation = ["--speculative-config", json.dumps(options)]
     log = folder.path / ENGINE_LOG
     with vllm(target.location, config, [], log, engine_cores) as url:

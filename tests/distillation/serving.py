@@ -25,6 +25,7 @@ class Engine:
         self.encode = encode
         self.name = "tiny"
         self.max_logprobs = 64
+        self.max_model_len = None
         self.scores = True  # given texts
         self.is_stale = False  # the scores of every second text are those of another
         self.scored = 0
@@ -111,7 +112,8 @@ def served(engine: Engine) -> Iterator[Engine]:
             self.wfile.write(content)
 
         def do_GET(self) -> None:
-            content = json.dumps({"data": [{"id": engine.name}]}).encode()
+            known = {"id": engine.name, "max_model_len": engine.max_model_len}
+            content = json.dumps({"data": [known]}).encode()
             self.send_response(200 if self.path == "/v1/models" else 404)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()

@@ -136,7 +136,9 @@ class TabularHead:
         size = draft.vocab_size
         self.vocab_size, self.max_positions = size, draft.max_positions
         self.parallel = Parallel(size, 3) if parallel else None
-        generator = torch.Generator().manual_seed(len(draft.table) + int(draft.table.abs().sum()))
+        generator = torch.Generator().manual_seed(
+            len(draft.table) + int(draft.table.clamp(min=-99).abs().sum())
+        )
 
         def near(table: Tensor, *shape: int) -> Tensor:
             other = torch.randn(*shape, size, generator=generator, dtype=torch.float64)
@@ -202,6 +204,19 @@ class TabularHead:
 
     def weights(self) -> dict[str, Tensor]:
         return {"table": self.table, "memory": self.memory, "own": self.own}
+
+
+class TabularMedusa(TabularHead):
+    """Two heads of Medusa: each depends on the last two tokens that the features tell of."""
+
+    blocks = 2
+
+    def made_of(self, features: Tensor, block: int) -> Tensor:
+        newer, older = features[..., 0].long(), features[..., 1].long()
+        return self.table[newer, block] + self.memory[older]
+
+    def head(self, states: Tensor) -> Tensor:
+        return states
 
 
 class EncodedAdapter(TabularAdapter):

@@ -17,7 +17,6 @@ from draftkit.config import PARD, PLAIN, DraftConfig
 from draftkit.models.adapter import Adapter
 from draftkit.models.heads import (
     EAGLE3,
-    MEDUSA,
     HeadAdapter,
     adapted,
     head_class,
@@ -42,7 +41,9 @@ EMBEDDINGS = "embed_tokens.weight"
 
 def kind_of_head(config: PreTrainedConfig) -> str:
     """The `draft.kind` of a head by its configuration."""
-    return MEDUSA if hasattr(config, "medusa_heads") else EAGLE3
+    made = head_class(config)
+    assert made is not None
+    return made.kind
 
 
 def kind_of(config: PreTrainedConfig) -> str:

@@ -70,6 +70,7 @@ class HeadModel(PreTrainedModel):
     """What heads have in common: an output head over the draft ids, and borrowed embeddings."""
 
     config_class = LlamaConfig
+    kind: str  # of `draft.kind`
     lm_head: nn.Linear
     generation_config: Any = None  # it generates nothing
 
@@ -91,6 +92,8 @@ class HeadModel(PreTrainedModel):
 
 class LlamaForCausalLMEagle3(HeadModel):
     """An EAGLE-3 head of one layer, by the name that engines know."""
+
+    kind = EAGLE3
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -156,6 +159,8 @@ class HeadLayer(nn.Module):
 class MedusaHeads(HeadModel):
     """K residual heads, which share one output head."""
 
+    kind = MEDUSA
+
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         size = config.hidden_size
@@ -168,7 +173,10 @@ class MedusaHeads(HeadModel):
             nn.init.zeros_(weight)
 
 
-HEAD_MODELS = {one.__name__: one for one in (LlamaForCausalLMEagle3, MedusaHeads)}
+OF_KIND: dict[str, type[HeadModel]] = {
+    one.kind: one for one in (LlamaForCausalLMEagle3, MedusaHeads)
+}
+HEAD_MODELS = {one.__name__: one for one in OF_KIND.values()}
 HEAD_MODELS |= dict.fromkeys(  # names that other trainers write
     ("Eagle3LlamaForCausalLM", "PEagleDraftModel", "PeagleLlamaForCausalLM"), LlamaForCausalLMEagle3
 )
@@ -186,7 +194,7 @@ def head_config(target: PreTrainedConfig, kind: str, *, draft_ids: int, **more: 
     heads = text.num_attention_heads
     make: Any = LlamaConfig
     return make(
-        architectures=[(LlamaForCausalLMEagle3 if kind == EAGLE3 else MedusaHeads).__name__],
+        architectures=[OF_KIND[kind].__name__],
         vocab_size=text.vocab_size,
         draft_vocab_size=draft_ids,
         hidden_size=text.hidden_size,
@@ -429,10 +437,9 @@ def _shifted(features: Tensor) -> Tensor:
 
 def adapted(model: HeadModel, *, target: Adapter) -> HeadAdapter:
     """The face of a head beside its `target`, whose embeddings it borrows where it has none."""
-    is_medusa = isinstance(model, MedusaHeads)
     if not model._borrowed:
         model._borrowed = [target.model.get_input_embeddings()]
-    made = MedusaAdapter if is_medusa else Eagle3Adapter
-    reads = layers_read(MEDUSA if is_medusa else EAGLE3, layer_count(target.model.config))
+    made = {EAGLE3: Eagle3Adapter, MEDUSA: MedusaAdapter}[model.kind]
+    reads = layers_read(model.kind, layer_count(target.model.config))
     own = {"vocab_size": target.vocab_size, "max_positions": target.max_positions}
     return made(model, reads=reads, **own)

@@ -35,7 +35,7 @@ from draftkit.models.files import (
     unread,
 )
 from draftkit.models.head_files import kind_of_head, load_head
-from draftkit.models.heads import EAGLE3, MEDUSA, head_class, layers_read
+from draftkit.models.heads import HEADS, head_class, layers_read
 from draftkit.models.lora import save_plain
 from draftkit.models.parallel import parallel_of
 from draftkit.models.probe import check_packing, check_passes
@@ -283,7 +283,7 @@ def check_kind(model: DraftConfig, config: PreTrainedConfig, *, learns: bool = F
     learns: it is to be trained, which makes a parallel drafter of a plain one.
     """
     own = PLAIN if head_class(config) is None else kind_of_head(config)
-    if {own, model.kind} & {EAGLE3, MEDUSA} and model.kind not in (own, PLAIN):
+    if {own, model.kind} & {*HEADS} and model.kind not in (own, PLAIN):
         raise ValueError(
             f"{model.named}: a drafter of the kind {own}, and draft.kind={model.kind}: give "
             f"draft.kind={own}"

@@ -43,7 +43,7 @@ from tests.decoding.checks import (
     in_turn,
     served,
 )
-from tests.tabular import TabularAdapter, TabularHead, random_adapter, with_masks
+from tests.tabular import TabularAdapter, TabularHead, TabularMedusa, random_adapter, with_masks
 from tests.theory.checks import stops_after_token_one
 from tests.theory.mutants import mutate
 
@@ -89,6 +89,11 @@ def head_in_one_pass(names: dict[str, Any], draft: TabularAdapter) -> Proposer:
     return names["HeadProposer"](made)
 
 
+def medusa(names: dict[str, Any], draft: TabularAdapter) -> Proposer:
+    made: Any = TabularMedusa(draft)
+    return names["MedusaProposer"](made)
+
+
 def hybrid_head(names: dict[str, Any], draft: TabularAdapter) -> Proposer:
     made: Any = TabularHead(draft)
     return names["HybridProposer"](PromptLookup(min_ngram=2), HeadProposer(made))
@@ -113,6 +118,7 @@ def head_tree(names: dict[str, Any], draft: TabularAdapter) -> Proposer:
 MAKERS: dict[str, Make] = {
     "head": head,
     "head in one pass": head_in_one_pass,
+    "heads of Medusa": medusa,
     "hybrid of a head": hybrid_head,
     "parallel": parallel,
     "staged": staged,

@@ -88,6 +88,7 @@ import json, resource, sys
 from pathlib import Path
 from draftkit.config import DataConfig
 from draftkit.data.corpora import read_documents
+from draftkit.data.splits import make_splits
 from tests.trained import train_byte_bpe
 
 file, how, room = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])

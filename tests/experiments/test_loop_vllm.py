@@ -191,3 +191,9 @@ def test_a_process_ends_with_the_experiment_that_started_it() -> None:
     with pytest.raises(EOFError):  # nobody is left who could write
         read.recv()
     parent.join()
+
+
+def test_heads_that_no_engine_serves_are_one_line(words: list[str]) -> None:
+    config = compose_config([*words, "draft=medusa", "draft.path=null"])
+    with pytest.raises(ValueError, match=r"^draft\.kind=medusa is served by no engine: use plain"):
+        loop_vllm.check(config)

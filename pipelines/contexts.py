@@ -70,8 +70,7 @@ def check_teacher(config: Config, *, learns: bool) -> None:
 def teacher_of(config: Config, folder: StageFolder) -> RemoteTarget:
     """The engines of `target.urls` as what scores texts.
 
-    Raises ValueError where another model answers than the one that wrote the held-out answers, and
-    for a text of the data that is longer than what they score.
+    Raises ValueError where another model answers than the one that wrote the held-out answers.
     """
     target = remote_target(
         folder.model(config, "target"),
@@ -79,8 +78,6 @@ def teacher_of(config: Config, folder: StageFolder) -> RemoteTarget:
         top_k=config.teacher_top_k,
         at_once=config.generate.batch_size,
     )
-    if config.source.name == "fixed" and "texts" in folder.inputs:  # others leave it room
-        target.check_room(len(one.token_ids) for one in read_splits(folder.inputs["texts"]).train)
     for name, path in folder.inputs.items():
         if (path / PROBE_FILE).is_file():
             target.check_law(read_json(path / PROBE_FILE), name.split()[0])

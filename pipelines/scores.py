@@ -48,6 +48,7 @@ def scores(config: Config, folder: StageFolder) -> dict[str, Any]:
     target: Adapter | RemoteTarget
     if config.scored_by_engine:
         target = teacher_of(config, folder)
+        target.check_room(len(one.prompt_ids) + len(one.output_ids) for one in records)
     else:
         target = load_target(folder.model(config, "target"), config.hardware).adapter
     if config.generate.hidden_states:

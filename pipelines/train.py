@@ -79,6 +79,8 @@ def train(config: Config, folder: StageFolder) -> dict[str, Any]:
     validation = read_contexts(scored or folder.inputs["contexts"], "validation")
     target = teaching_target(config, folder, stored=scored is not None)
     if isinstance(target, RemoteTarget):
+        if config.source.name == "fixed":  # what is sampled leaves the engine room
+            target.check_room(len(one.token_ids) for one in splits.train)
         validation = target.scored(validation)
         folder.note(target.tail_line(validation, temperature))
     fitted = fit(

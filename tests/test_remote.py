@@ -123,7 +123,7 @@ def test_rows_leave_an_engine_the_token_that_it_writes(
 
 
 @pytest.mark.parametrize("top_k", [0, 32])
-def test_rows_that_an_engine_cannot_score_are_one_line_before_training(
+def test_rows_that_an_engine_cannot_score_are_one_line(
     tmp_path: Path,
     engine: Engine,
     weightless: str,

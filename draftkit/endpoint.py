@@ -130,18 +130,20 @@ class Endpoint:
         """`answer` of each item, in order, of `at_once` at a time; the first refusal is raised."""
 
         async def every() -> list[Result]:
-            slots = asyncio.Semaphore(at_once)
+            numbered = enumerate(items)
+            answers: dict[int, Result] = {}
 
-            async def one(item: Any) -> Result:
-                async with slots:
-                    return await answer(item)
+            async def one_after_another() -> None:
+                for number, item in numbered:
+                    answers[number] = await answer(item)
 
-            tasks = [asyncio.ensure_future(one(item)) for item in items]
+            tasks = [asyncio.ensure_future(one_after_another()) for _ in range(at_once)]
             try:
-                return await asyncio.gather(*tasks)
+                await asyncio.gather(*tasks)
             finally:
                 for task in tasks:
                     task.cancel()
+            return [answers[number] for number in sorted(answers)]
 
         return self.runner.run(every())
 

@@ -99,14 +99,18 @@ def rounds_of_texts(shares: Sequence[Tensor], gamma: int, *, cut: Tensor | None 
         B(t + 1, gamma) = B(t, 0) + sum over r > 0 of (1 - share(t, gamma - r)) B(t, r)
 
     begins as B(0, gamma) = 1; a round begins with each B(t, gamma). What a round would emit behind
-    a cut counts, by the average share, as decoding counts it.
+    a cut counts, as decoding counts it: a proposal there is accepted as often as those that stand
+    there in a round are, given those before them (`chain_acceptance`). The average share would be
+    too low, since what follows accepted proposals is easier: in 150 greedy texts of 64 tokens, by
+    0.004 of tau at five proposals.
     """
     lengths = torch.tensor([len(one) for one in shares])
     # [T, P, gamma], the last index is r - 1
     accepted = pad_sequence([by_position(one, gamma).double().flip(-1) for one in shares])
-    onward = accepted.new_ones(gamma + 1)
-    for left, average in enumerate(mean_by_position(shares, gamma).flip(0), start=1):
-        onward[left] = 1 + average * onward[left - 1]
+    onward = accepted.new_ones(gamma + 1)  # what the rest of a round emits, with r left
+    chain = [*zip(chain_acceptance(shares, gamma), mean_by_position(shares, gamma), strict=True)]
+    for left, (given, average) in enumerate(reversed(chain), start=1):
+        onward[left] = 1 + (average if given is None else given) * onward[left - 1]
     state = accepted.new_zeros(gamma + 1, len(shares))  # B(t, r), the first index is r
     state[gamma] = 1
     rounds, emitted = accepted.new_zeros(len(shares)), lengths.double()
@@ -143,16 +147,18 @@ def mean_by_position(shares: Sequence[Tensor], gamma: int) -> Tensor:
 def chain_acceptance(shares: Sequence[Tensor], count: int) -> list[float | None]:
     """How often proposal 1, 2, ..., `count` of a round is accepted, given those before it were.
 
-    shares: as in `rounds_of_texts`; rounds begin at every token with so many behind it. None where
-    none is that long or none was accepted.
+    shares: as in `rounds_of_texts`; a round begins at every token, and counts up to the end of its
+    text. None where no text is that long or none was accepted.
     """
-    windows = []
-    for share in (by_position(one, count).double() for one in shares if len(one) >= count):
-        rounds = range(len(share) - count + 1)
-        windows.append(torch.stack([share[i : i + count].diagonal() for i in rounds]))
-    chains = torch.cat([*windows, torch.zeros(0, count).double()]).cumprod(1).sum(0)
-    before = torch.cat([chains.new_tensor([sum(map(len, windows))]), chains[:-1]])
-    return [float(x / y) if y else None for x, y in zip(chains, before, strict=True)]
+    lengths = torch.tensor([len(one) for one in shares])
+    padded = pad_sequence([by_position(one, count).double() for one in shares])  # [T, P, count]
+    number, chain, rates = torch.arange(len(padded))[:, None], torch.ones_like(padded[..., 0]), []
+    for position in range(count):
+        share = padded[position:, :, position]
+        tested = chain[: len(share)] * (number[position:] < lengths)
+        chain = tested * share
+        rates.append(float(chain.sum() / tested.sum()) if tested.any() else None)
+    return rates
 
 
 class Rate(NamedTuple):

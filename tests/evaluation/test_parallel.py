@@ -132,8 +132,8 @@ def test_tokens_a_pass_are_those_of_the_decoder(name: str) -> None:
 def test_acceptance_by_position_is_of_all_texts_and_of_the_chain() -> None:
     share = torch.tensor([[0.5, 0.0], [1.0, 0.25], [0.25, 0.75]], dtype=torch.float64)
     assert mean_by_position([share], 2).tolist() == pytest.approx([1.75 / 3, 0.5])
-    # Rounds that begin at token 0 or 1 reach the second place with 0.5 and 1.
-    given = [1.5 / 2, (0.5 * 0.25 + 1.0 * 0.75) / 1.5]
+    # Rounds that begin at token 0 or 1 reach the second place with 0.5 and 1; the third has none.
+    given = [1.75 / 3, (0.5 * 0.25 + 1.0 * 0.75) / 1.5]
     assert chain_acceptance([share], 2) == pytest.approx(given)
 
 

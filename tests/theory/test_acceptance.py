@@ -95,7 +95,7 @@ def test_texts_of_the_target_tell_how_many_rounds_decoding_takes(mode: str, gamm
     assert float(found.counts @ likelihood) == pytest.approx(expected, rel=1e-12)
 
 
-def test_ragged_texts_count_as_if_alone_and_cut_ones_go_on_with_the_average() -> None:
+def test_ragged_texts_count_as_if_alone_and_cut_ones_go_on() -> None:
     shares = [torch.tensor([0.9, 0.2, 0.7, 0.5]), torch.tensor([0.3]), torch.tensor([0.6, 1.0])]
     together = rounds_of_texts(shares, 3, cut=torch.tensor([False] * 3))
     assert together.totals.tolist() == [4, 1, 2]
@@ -106,6 +106,26 @@ def test_ragged_texts_count_as_if_alone_and_cut_ones_go_on_with_the_average() ->
     assert float(constant.totals / constant.counts) > 6 / float(constant.counts)
     long = rounds_of_texts([torch.full((4000,), 0.8)], 3)
     assert float(long.totals / long.counts) == pytest.approx(expected_tokens(0.8, 3), rel=1e-4)
+
+
+def test_a_round_behind_a_cut_emits_what_it_would_after_accepted_proposals() -> None:
+    """Texts whose easy tokens stand together, cut after 12, beside rounds that see all 16."""
+    generator = torch.Generator().manual_seed(3)
+    draws = torch.rand(6000, 16, generator=generator)
+    easy = [draws[:, 0] < 0.5]
+    for column in draws.T[1:]:
+        easy.append(column < torch.where(easy[-1], 0.8, 0.2))
+    emitted = rounds = 0
+    for text in torch.stack(easy, dim=1).tolist():
+        begin = 0
+        while begin < 12:
+            accepted = (
+                text[begin : begin + 4].index(False) if False in text[begin : begin + 4] else 4
+            )
+            emitted, rounds, begin = emitted + accepted + 1, rounds + 1, begin + accepted + 1
+    predicted = rounds_of_texts([*torch.stack(easy, dim=1)[:, :12].double()], 4)
+    assert predicted.counts.sum() == rounds
+    assert predicted.mean == pytest.approx(emitted / rounds, abs=0.01)  # by the average 0.04 less
 
 
 # Exactness
@@ -132,13 +152,15 @@ def test_alpha_is_the_acceptance_that_speculative_sampling_realises() -> None:
 
 
 def test_acceptance_given_the_chain_is_that_of_the_texts_that_came_so_far():
-    """By hand: rounds begin at every token that has two more behind it."""
+    """By hand: a round begins at every token; its third proposal is there in three of nine."""
     texts = [torch.tensor([1.0, 0.5, 0.2, 0.4]), torch.tensor([0.6, 0.0, 1.0]), torch.ones(2)]
-    first = 1.0 + 0.5 + 0.6
-    second = 1.0 * 0.5 + 0.5 * 0.2 + 0.6 * 0.0
-    third = 1.0 * 0.5 * 0.2 + 0.5 * 0.2 * 0.4
-    found = chain_acceptance(texts, 3)
-    assert found == pytest.approx([first / 3, second / first, third / second])
+    first = (1.0 + 0.5 + 0.2 + 0.4) + (0.6 + 0.0 + 1.0) + (1.0 + 1.0)
+    second = (1.0 * 0.5 + 0.5 * 0.2 + 0.2 * 0.4) + (0.6 * 0.0 + 0.0 * 1.0) + 1.0 * 1.0
+    second_tested = (1.0 + 0.5 + 0.2) + (0.6 + 0.0) + 1.0
+    third = (1.0 * 0.5 * 0.2 + 0.5 * 0.2 * 0.4) + 0.6 * 0.0 * 1.0
+    third_tested = (1.0 * 0.5 + 0.5 * 0.2) + 0.6 * 0.0
+    rates = [first / 9, second / second_tested, third / third_tested]
+    assert chain_acceptance(texts, 3) == pytest.approx(rates)
+    assert chain_acceptance(texts, 5) == pytest.approx([*rates, 0.4, None])
     assert chain_acceptance([torch.full((9,), 0.7)], 4) == pytest.approx([0.7] * 4)
-    assert chain_acceptance([torch.tensor([0.5, 0.0, 0.5])], 3) == [0.5, 0.0, None]
-    assert chain_acceptance(texts, 5) == [None] * 5
+    assert chain_acceptance([torch.tensor([0.5, 0.0, 0.5])], 3) == [pytest.approx(1 / 3), 0.0, None]

@@ -163,8 +163,6 @@ def evaluate_by_engine(config: Config, folder: StageFolder) -> dict[str, Any]:
     by_prompt: dict[str, dict[str, Any]] = {}
     for one, path in zip(at_temperatures(config), answers, strict=True):
         temperature = one.sampling.temperature
-        if temperature not in (config.evaluate.temperatures or [temperature]):
-            continue
         contexts = target.scored(read_contexts(path, "test"))
         folder.note(target.tail_line(contexts, temperature or 1.0))
         how: Any = {"sampling": one.sampling, "batch_size": config.evaluate.batch_size}
@@ -186,11 +184,9 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
     if config.scored_by_engine:
         return evaluate_by_engine(config, folder)
     options = replace(config.evaluate, max_new_tokens=answer_tokens(config))
-    config, served = replace(config, evaluate=options), config.sampling.temperature
-    temperatures = [one.sampling.temperature for one in at_temperatures(config)]
+    config = replace(config, evaluate=options)
     answers = [path for name, path in folder.inputs.items() if name.startswith("contexts")]
-    answers_at = dict(zip(temperatures, answers, strict=True))
-    prompts = prompts_in(folder, answers_at[served])
+    prompts = prompts_in(folder, answers[0])
     target = load_target(folder.model(config, "target"), config.hardware)
     models = drafts_of(config, folder)
     judged, checked = [*models][-1], dict(models)
@@ -205,14 +201,13 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
     by_temperature: dict[str, dict[str, Any]] = {}
     by_prompt: dict[str, dict[str, Any]] = {}
     by_chunk: dict[str, dict[str, Any]] = {}
-    for temperature in config.evaluate.temperatures or [served]:
-        sampling, key = replace(config.sampling, temperature=temperature), f"{temperature:g}"
-        answers = answers_at[temperature]
+    for one, path in zip(at_temperatures(config), answers, strict=True):
+        sampling, key = one.sampling, f"{one.sampling.temperature:g}"
         measured = gather(
             target,
             drafts,
-            contexts=read_contexts(answers, "test"),
-            others=read_contexts(answers, "validation"),
+            contexts=read_contexts(path, "test"),
+            others=read_contexts(path, "validation"),
             prompts=prompts,
             sampling=sampling,
             lossless=lossless,
@@ -226,9 +221,9 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
         if rows := by_temperature[key].get("engines"):
             by_temperature[key]["engines"] = [r for r in rows if serves(r["engine"], kind)]
         scored = {name: totals.as_dict() for name, totals in measured.scored.items()}
-        by_prompt[key] = {"contexts": answers.name, **scored}
+        by_prompt[key] = {"contexts": path.name, **scored}
         by_chunk[key] = chunks_of(measured)
-        track(folder.tracker, temperature, by_temperature[key], measured.timed[judged])
+        track(folder.tracker, sampling.temperature, by_temperature[key], measured.timed[judged])
     write_json(folder.path / PROMPTS, by_prompt)
     write_json(folder.path / TIMING, by_chunk)
     first = next(iter(by_temperature.values()))

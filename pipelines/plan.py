@@ -57,9 +57,9 @@ def states_stored(config: Config) -> str | None:
 
 
 def at_temperatures(config: Config) -> list[Config]:
-    """The served temperature, then those that are judged beside it."""
+    """One configuration for each temperature that is judged: the served one where none is named."""
     served = config.sampling
-    temperatures = dict.fromkeys((served.temperature, *(config.evaluate.temperatures or [])))
+    temperatures = dict.fromkeys(config.evaluate.temperatures or [served.temperature])
     return [replace(config, sampling=replace(served, temperature=one)) for one in temperatures]
 
 

@@ -4,9 +4,8 @@
 #     sh docs/examples/chat_model.sh [key=value ...]
 #
 # Needs: `make quickstart` once; the package index, for a model file of 90 MB.
-# Took: 2 h 4 min to train and 42 minutes to judge on two slow cores of an AMD EPYC; the last command
-# has not been timed.
-# Result: 2.10 times as fast on questions of GSM8K, greedily (docs/results/smollm2.md).
+# Took: 2 h 12 min to train on two slow cores of an AMD EPYC; the last command has not been timed.
+# Result: 1.51 times as fast on spec_bench with prompt lookup, greedily (docs/results/smollm2.md).
 set -eu
 cd "$(dirname "$0")/../.."
 PATH="$PWD/.venv/bin:$PATH"

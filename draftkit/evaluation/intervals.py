@@ -104,13 +104,15 @@ def _jackknife(*rates: Rate, compare: Compare) -> tuple[Estimate, float, float, 
     of document i in the counts (the mean of its shares where there are several rates),
 
         error^2 = D / (D - 1) sum_i (theta - theta_i)^2
-        degrees = sum_i w_i^2 / sum_i w_i^3
+        degrees = (sum_i w_i^2)^1.5 / (sum_i w_i^3 sum_i w_i^4)^0.5
         skewness = sum_i (theta - theta_i)^3 / (sum_i (theta - theta_i)^2)^1.5
 
     For a rate theta_i - theta is -(t_i - r n_i) / (N (1 - w_i)). Degrees are D for documents of one
     length. They lie between what is right where the tokens of a document are independent,
-    1 / sum w^2, and where they agree entirely, (sum w^2)^2 / sum w^4; intervals by the former cover
-    too little, by the latter too much (tests/evaluation/simulated.py). One document has error NaN.
+    1 / sum w^2, and where they agree entirely, (sum w^2)^2 / sum w^4. They are the geometric
+    mean of the latter and of sum w^2 / sum w^3, by which alone 93.6 % of the intervals would hold
+    the truth, of 96 documents with one answer each, instead of 94.9 %
+    (tests/evaluation/simulated.py). One document has error NaN.
     Documents without any position are no observation; raises ValueError where one has positions on
     one side alone.
     """
@@ -135,7 +137,8 @@ def _jackknife(*rates: Rate, compare: Compare) -> tuple[Estimate, float, float, 
     moved = value - without
     squares = moved.square().sum()
     error = math.sqrt(squares * documents / (documents - 1)) if documents > 1 else math.nan
-    degrees = float(shares.square().sum() / shares.pow(3).sum())
+    second, third, fourth = (float(shares.pow(power).sum()) for power in (2, 3, 4))
+    degrees = second**1.5 / math.sqrt(third * fourth)
     skewness = float(moved.pow(3).sum() / squares**1.5) if error else 0.0
     number = Estimate(float(value), -math.inf, math.inf, int(totals[1]), prompts, documents)
     return number, error, degrees, skewness

@@ -51,6 +51,12 @@ def test_the_interval_covers_the_truth_at_its_level_where_positions_of_a_prompt_
     assert covered_by_positions / repetitions < 0.85
 
 
+def degrees(share: np.ndarray) -> float:
+    """Between those of tokens that agree within a document and a smaller correction."""
+    second, third, fourth = ((share**power).sum() for power in (2, 3, 4))
+    return np.sqrt(second**2 / fourth * (second / third))
+
+
 def test_the_interval_is_that_of_the_formulas_by_hand() -> None:
     """Residuals over 1 - share (HC3), and Student's t of scipy at the effective documents, which
     lies where `unskewed` has the ends."""
@@ -62,7 +68,7 @@ def test_the_interval_is_that_of_the_formulas_by_hand() -> None:
     skewness = (moved**3).sum() / (moved**2).sum() ** 1.5
     found = estimate(Rate(totals, counts))
     ends = ((rate - found.low) / error, -skewness), ((found.high - rate) / error, skewness)
-    edge = stats.t.isf(0.025, (share**2).sum() / (share**3).sum())
+    edge = stats.t.isf(0.025, degrees(share))
     assert [unskewed(*end) for end in ends] == pytest.approx([edge, edge], rel=1e-9)
 
 
@@ -74,7 +80,7 @@ def test_the_interval_of_a_proportion_is_that_of_its_log_odds() -> None:
     odds, left = np.log(t.sum() / (n - t).sum()), np.log(without / (1 - without))
     error = (((left - odds) ** 2).sum() * 25 / 24) ** 0.5
     share = n / n.sum()
-    edge = stats.t.isf(0.025, (share**2).sum() / (share**3).sum())
+    edge = stats.t.isf(0.025, degrees(share))
     moved = odds - left
     skewness = (moved**3).sum() / (moved**2).sum() ** 1.5
     down, up = (reach(edge, one, IN_ON_ODDS) for one in (-skewness, skewness))

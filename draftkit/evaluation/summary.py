@@ -243,8 +243,8 @@ def best_of(ways: Mapping[str, dict[str, Any]], judged: str) -> str:
     The way `judged` was named before anything was measured, so it is tested as the verdict tests
     it: its interval lies above 1. The others stand beside it to be chosen from, and the
     largest of several is too large: together they get `CHOICE`, in equal parts (Bonferroni). So
-    where nothing is gained one of all of them is named some three times in a hundred (2.3 to 3.3 in
-    simulations).
+    where nothing is gained one of all of them is named at most three times in a hundred, in
+    simulations.
     """
     paying = [name for name in ways if pays(ways, name, judged)]
     return max(paying, key=lambda name: ways[name]["speedup"]["end_to_end"]["mean"], default="none")

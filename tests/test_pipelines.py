@@ -298,6 +298,8 @@ def test_several_temperatures_are_evaluated_in_one_go_at_a_given_number_of_propo
     given += ["evaluate.temperatures=[0,0.7]", "decode.gamma=3"]
     summary = launch(EVALUATE, smoke(root, "name=temperatures", *given))
     assert list(summary["by_temperature"]) == ["0", "0.7"]
+    inputs = read_json(root / "temperatures" / "evaluate" / "manifest.json")["inputs"]
+    assert sum(name.startswith("contexts") for name in inputs) == 2  # none at 1, which is served
     assert summary["temperature"] == 0
     assert "before" not in summary
     greedy = summary["by_temperature"]["0"]

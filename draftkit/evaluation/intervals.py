@@ -109,12 +109,11 @@ def _jackknife(*rates: Rate, compare: Compare) -> tuple[Estimate, float, float, 
 
     For a rate theta_i - theta is -(t_i - r n_i) / (N (1 - w_i)). Degrees are D for documents of one
     length. They lie between what is right where the tokens of a document are independent,
-    1 / sum w^2, and where they agree entirely, (sum w^2)^2 / sum w^4. They are the geometric
-    mean of the latter and of sum w^2 / sum w^3, by which alone 93.6 % of the intervals would hold
-    the truth, of 96 documents with one answer each, instead of 94.9 %
-    (tests/evaluation/simulated.py). One document has error NaN.
-    Documents without any position are no observation; raises ValueError where one has positions on
-    one side alone.
+    1 / sum w^2, and where they agree entirely, (sum w^2)^2 / sum w^4. They are the geometric mean
+    of the latter and of sum w^2 / sum w^3. By that alone 93.6 % of the intervals hold the truth, by
+    the mean 94.9 %: 96 documents with one answer each, drawn as in tests/evaluation/simulated.py.
+    One document has error NaN. Documents without any position are no observation; raises ValueError
+    where one has positions on one side alone.
     """
     first = rates[0]
     columns = [column.detach().cpu().double() for rate in rates for column in rate[:2]]

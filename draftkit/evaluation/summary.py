@@ -263,7 +263,8 @@ def best_use(drafter: dict[str, Any], ways: Mapping[str, dict[str, Any]]) -> dic
     """The verdict on the drafter's best use: by itself, or where prompt lookup has no guess.
 
     The hybrid is tested as `best_of` tests it, beside a drafter that is judged as it was before, so
-    that where nothing is gained both together deploy some three times in a hundred.
+    that where nothing is gained both together deploy at most three times in a hundred, in
+    simulations.
     """
     alone = {"use": drafter["proposer"], "verdict": drafter["verdict"], "reason": drafter["reason"]}
     mixed = ways[HYBRID]["speedup"]["end_to_end"] if HYBRID in ways else {"ci95": None}

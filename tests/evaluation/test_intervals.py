@@ -52,7 +52,7 @@ def test_the_interval_covers_the_truth_at_its_level_where_positions_of_a_prompt_
 
 
 def degrees(share: np.ndarray) -> float:
-    """Between those of tokens that agree within a document and a smaller correction."""
+    """The geometric mean of (sum w^2)^2 / sum w^4 and sum w^2 / sum w^3."""
     second, third, fourth = ((share**power).sum() for power in (2, 3, 4))
     return np.sqrt(second**2 / fourth * (second / third))
 

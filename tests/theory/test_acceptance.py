@@ -119,9 +119,7 @@ def test_a_round_behind_a_cut_emits_what_it_would_after_accepted_proposals() -> 
     for text in torch.stack(easy, dim=1).tolist():
         begin = 0
         while begin < 12:
-            accepted = (
-                text[begin : begin + 4].index(False) if False in text[begin : begin + 4] else 4
-            )
+            accepted = [*text[begin : begin + 4], False].index(False)
             emitted, rounds, begin = emitted + accepted + 1, rounds + 1, begin + accepted + 1
     predicted = rounds_of_texts([*torch.stack(easy, dim=1)[:, :12].double()], 4)
     assert predicted.counts.sum() == rounds

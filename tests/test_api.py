@@ -557,7 +557,7 @@ def test_checking_identity_holds_one_copy_of_the_target(tmp_path, mode, least, m
 def save_large_pair(folder: Path, dtype: torch.dtype) -> None:
     """A target of 134 M weights beside a tiny draft."""
     settings, tokenizer = tiny.model().config, tiny.byte_tokenizer()
-    settings.intermediate_size = 350_000
+    settings.intermediate_size, settings.num_hidden_layers = 87_500, 8
     with torch.device("meta"):
         target = AutoModelForCausalLM.from_config(settings, dtype=dtype).to_empty(device="cpu")
     for weight in target.parameters():  # the law is uniform, which is as good as any here

@@ -15,6 +15,7 @@ import torch
 from draftkit.config import Config, DraftConfig, EvaluateConfig, SamplingConfig
 from draftkit.data.rollouts import Record
 from draftkit.decoding.catalogue import proposer_of
+from draftkit.decoding.composite import HybridProposer
 from draftkit.decoding.graphs import compile_seconds
 from draftkit.decoding.ngrams import PromptLookup
 from draftkit.decoding.proposers import Proposer
@@ -120,7 +121,8 @@ def gather(
         }
     ways = ways_of(adapter, drafts, prompts, config, trees)
     plain = make_decoder(adapter, None, setting)
-    decoders = {name: make_decoder(adapter, make(), setting) for name, make in ways.items()}
+    proposers = {name: make() for name, make in ways.items()}
+    decoders = {name: make_decoder(adapter, one, setting) for name, one in proposers.items()}
     note("calibrating: what rounds cost, on other prompts")
     costs = {
         name: calibrate(plain, one, prompts.calibration, setting, gammas=CALIBRATED_GAMMAS)
@@ -130,7 +132,10 @@ def gather(
     gammas = dict.fromkeys(ways, setting.gamma)
     gammas |= {name: tree.depth for name, tree in trees.items()}
     if config.decode.gamma == "auto" and not trees:
-        gammas = chosen_numbers(ways, costs, score(others), others, config)
+        for name, both in chosen_numbers(proposers, costs, score(others), others, config).items():
+            gammas[name], drafted = both
+            if isinstance(mixed := proposers[name], HybridProposer):
+                mixed.drafted = drafted
     note(", ".join(f"{name} {gamma}" for name, gamma in gammas.items()) + " proposals a round")
     for name, tree in trees.items():
         note(f"{name} proposes a tree of {tree.nodes} nodes, {tree.depth} deep")
@@ -146,6 +151,11 @@ def gather(
         minutes=options.timing_minutes,
         note=note,
     )
+    for name, one in proposers.items():
+        if isinstance(one, HybridProposer):
+            drafted = min(one.drafted or gammas[name], gammas[name])
+            timed[name] = replace(timed[name], drafted=drafted)
+            note(f"where {name} has no guess, its draft proposes {drafted}")
     compiling += compile_seconds()
     if setting.compiled:
         note(f"{compiling:.0f} s went into compiling; no measured time holds them")

@@ -10,9 +10,8 @@ from draftkit.evaluation.ranking import holm
 from pipelines.configuration import compose_config
 from pipelines.plan import PREPARE
 from pipelines.stage import ensure
-from tests.evaluation.predictions import cells, load, two_sided
+from tests.evaluation.predictions import PROMPTS, cells, load, two_sided
 
-PROMPTS = 150
 LEVEL = 1e-3  # of all cells together: a chance of one in a thousand that it fails without a cause
 
 

@@ -72,6 +72,11 @@ class HybridProposer(Composite):
         super().__init__(guesser, model)
         self.drafted = drafted
 
+    @property
+    def on_cuda(self) -> bool:
+        """Whether the host cannot look at the text before a round."""
+        return self.model.draft.device.type == "cuda"
+
     def pick(self, view: RoundView) -> tuple[Proposer, int]:
         """The guesser if all rows have a guess, the model if none has: its passes cost time."""
         gamma = view.group.gamma

@@ -59,7 +59,8 @@ def chosen_numbers(
     """How many proposals of each way pay most on `texts`, at least 1, and how many of its draft's.
 
     costs, scored: of each draft, on `texts`. What counts the training text keeps
-    `Config.proposals`. The two numbers differ where a hybrid guesses on the host.
+    `Config.proposals`. The two numbers differ for a hybrid beside the drafts whose guesses the host
+    can see. One that stands for a draft has costs of both kinds of rounds, and one number.
     """
     decode = config.decode
     mode = served_mode(decode) or SAMPLED_MODES.get(decode.verification, "alpha")
@@ -68,7 +69,7 @@ def chosen_numbers(
         draft = name if name in scored else [*scored][-1]
         if isinstance(one, PromptLookup):
             gained = by_gamma(guessed_lengths(one, texts), free(costs[draft]))
-        elif isinstance(one, HybridProposer) and one.model.draft.device.type != "cuda":
+        elif isinstance(one, HybridProposer) and name != draft and not one.on_cuda:
             shares = scored[draft].shares[mode]
             chosen[name] = hybrid_numbers(one.guesser, texts, shares, costs[draft])
             continue
@@ -111,8 +112,8 @@ def hybrid_numbers(
     """How many tokens a guess has, and how many the draft proposes elsewhere, that pay most.
 
     shares: of each of `texts`, P(its token was an accepted proposal of the draft | the token), [T]
-    or [T, K], as `theory.acceptance.rounds_of_texts` has them. A draft's round at the number of
-    guesses is never cheaper: it proposes at most as many.
+    or [T, K], as `theory.acceptance.rounds_of_texts` has them. costs: of the draft's rounds. It
+    proposes at most as many tokens as a guess has.
     """
     runs = [correct(guesser, one) for one in texts]
     accepted = [by_position(one, MOST_GAMMA).tolist() for one in shares]

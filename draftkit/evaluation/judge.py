@@ -133,17 +133,24 @@ def gather(
     gammas |= {name: tree.depth for name, tree in trees.items()}
     if config.decode.gamma == "auto" and not trees:
         for name, both in chosen_numbers(proposers, costs, score(others), others, config).items():
-            gammas[name], drafted = both
+            gammas[name], count = both
             if isinstance(mixed := proposers[name], HybridProposer):
-                mixed.drafted = drafted
-    note(", ".join(f"{name} {gamma}" for name, gamma in gammas.items()) + " proposals a round")
+                mixed.drafted = count
+    drafted = {
+        name: min(one.drafted or gammas[name], gammas[name])
+        for name, one in proposers.items()
+        if isinstance(one, HybridProposer)
+    }
+    counts = [f"{name} {gamma}" for name, gamma in gammas.items()]
+    counts += [f"the draft of {name} {count}" for name, count in drafted.items()]
+    note(f"{', '.join(counts)} proposals a round")
     for name, tree in trees.items():
         note(f"{name} proposes a tree of {tree.nodes} nodes, {tree.depth} deep")
     note_untaught(drafts, gammas, note)
     note(f"wall time on {len(rows)} prompts, {options.timing_minutes:g} minutes at most")
-    drafted = {name: decoding(one, setting, gammas[name]) for name, one in decoders.items()}
+    drafting = {name: decoding(one, setting, gammas[name]) for name, one in decoders.items()}
     timed = time_ways(
-        {PLAIN: decoding(plain, setting)} | drafted,
+        {PLAIN: decoding(plain, setting)} | drafting,
         timed_prompts,
         prompts.calibration,
         batch_size=setting.batch_size,
@@ -151,11 +158,7 @@ def gather(
         minutes=options.timing_minutes,
         note=note,
     )
-    for name, one in proposers.items():
-        if isinstance(one, HybridProposer):
-            drafted = min(one.drafted or gammas[name], gammas[name])
-            timed[name] = replace(timed[name], drafted=drafted)
-            note(f"where {name} has no guess, its draft proposes {drafted}")
+    timed |= {name: replace(timed[name], drafted=count) for name, count in drafted.items()}
     compiling += compile_seconds()
     if setting.compiled:
         note(f"{compiling:.0f} s went into compiling; no measured time holds them")

@@ -31,10 +31,6 @@ class DecodeConfig(Section, key="decode"):
         also="auto",
     )
     proposer: str = choice("sampled", "who proposes", **PROPOSER_NAMES)
-    drafted: int | None = positive(
-        None,
-        "tokens that a hybrid's draft proposes where there is no guess; null, or on CUDA: K",
-    )
     verification: str = choice("speculative", "what is accepted", **VERIFICATION_NAMES)
     typical_epsilon: float = setting(0.09, "epsilon of verification=typical", "(0, 1]")
     tree: int = setting(

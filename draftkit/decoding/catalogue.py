@@ -77,8 +77,6 @@ def proposer_of(
     None: a usual one."""
     decode = config.decode
     made = PROPOSERS[decode.proposer](draft, texts, target)
-    if isinstance(made, HybridProposer):
-        made.drafted = decode.drafted
     if decode.tree > 0:
         made.tree = tree or usual_tree(decode.tree, config.proposals)
     return made

@@ -41,9 +41,6 @@ class Composite(Proposer):
     def allocate(self, slots: int, capacity: int, encoder_capacity: int = 0) -> None:
         self.model.allocate(slots, capacity, encoder_capacity)
 
-    def refed(self, most: int) -> int:
-        return self.model.refed(most)
-
     def encode(self, tokens: Tensor, *, lengths: Tensor, rows: Tensor) -> None:
         self.model.encode(tokens, lengths=lengths, rows=rows)
 
@@ -62,28 +59,14 @@ class HybridProposer(Composite):
     """The guesser where it has a guess, the model elsewhere, row by row.
 
     How sure a guess must be is the guesser's setting (`min_ngram`); it must guess one-hot.
-    drafted: tokens that the model proposes at most, where the host can look at the text. A guess
-    costs nothing, so that more of them pay.
     """
 
-    def __init__(
-        self, guesser: Proposer, model: DraftModelProposer, *, drafted: int | None = None
-    ) -> None:
-        super().__init__(guesser, model)
-        self.drafted = drafted
-
-    @property
-    def on_cuda(self) -> bool:
-        """Whether the host cannot look at the text before a round."""
-        return self.model.draft.device.type == "cuda"
-
-    def pick(self, view: RoundView) -> tuple[Proposer, int]:
+    def pick(self, view: RoundView) -> Proposer:
         """The guesser if all rows have a guess, the model if none has: its passes cost time."""
-        gamma = view.group.gamma
-        guessed = self.guesser.propose(view, gamma).lengths[view.group.active] > 0
+        guessed = self.guesser.propose(view, view.group.gamma).lengths[view.group.active] > 0
         if guessed.all():
-            return self.guesser, gamma
-        return self if guessed.any() else self.model, min(gamma, self.drafted or gamma)
+            return self.guesser
+        return self if guessed.any() else self.model
 
     def propose(self, view: RoundView, gamma: int) -> Proposal:
         """Let the model draw, with logits that leave no choice in the rows that are guessed.

@@ -73,19 +73,12 @@ class Proposer:
         """Propose `gamma` tokens after the committed text of each row, or `view.group.tree`."""
         raise NotImplementedError
 
-    def pick(self, view: RoundView) -> tuple["Proposer", int]:
-        """The part of it that this round needs, and how many tokens that proposes.
+    def pick(self, view: RoundView) -> "Proposer":
+        """The part of it that this round needs; the proposals of every row stay the same.
 
         Called on the host, so that a part whose passes cost time can be left out.
         """
-        return self, view.group.gamma
-
-    def refed(self, most: int) -> int:
-        """How many tokens at the end of each text a round reads, whatever was read before.
-
-        most: proposals that the round before may have had.
-        """
-        return 0
+        return self
 
     def allocate(self, slots: int, capacity: int, encoder_capacity: int = 0) -> None:
         """Make room for `slots` rows of `capacity` tokens."""
@@ -222,9 +215,6 @@ class DraftModelProposer(Proposer):
         tree = None if self.tree is None else self.tree.key
         return (type(self), self.draft.signature, self.tokens, tree)
 
-    def refed(self, most: int) -> int:
-        return 2 if self.tree is None else most + 1
-
     def allocate(self, slots: int, capacity: int, encoder_capacity: int = 0) -> None:
         self._cache = SlotCache(slots, capacity, encoder_capacity)
 
@@ -294,9 +284,6 @@ class ParallelProposer(DraftModelProposer):
     is the q which is kept, so verification is as exact as for any other.
     """
 
-    def refed(self, most: int) -> int:
-        return most + 1
-
     def propose(self, view: RoundView, gamma: int, decide: Decide = undecided) -> Proposal:
         """Read on to the end of the text, and over gamma - 1 masks behind it.
 
@@ -349,9 +336,6 @@ class HeadProposer(DraftModelProposer):
     What a round committed is fed again, beside the target's own features of it: states that the
     head made of its proposals never stay. A text of one token has no features, and no proposals.
     """
-
-    def refed(self, most: int) -> int:
-        return most + 1
 
     def prefill(self, tokens: Tensor, *, positions: Tensor, features: Any, **where: Any) -> None:
         hidden, cache = self.draft.project(features), self._cache.select(**where)

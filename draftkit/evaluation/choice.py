@@ -9,16 +9,14 @@ Shapes: M tokens of an answer, K proposals, D depths, R ranks.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from draftkit.config import Config
 from draftkit.data.rollouts import Record
 from draftkit.decoding.catalogue import served_mode
-from draftkit.decoding.composite import HybridProposer
 from draftkit.decoding.ngrams import PromptLookup
 from draftkit.decoding.proposers import Proposer
 from draftkit.decoding.state import Group, RoundView, text_of
@@ -26,9 +24,8 @@ from draftkit.evaluation.alpha import PromptTotals
 from draftkit.evaluation.laws import OWN_LAW, is_chained, logits_of, proposed_laws, served_laws
 from draftkit.evaluation.walltime import MOST_GAMMA
 from draftkit.models.adapter import Adapter
-from draftkit.theory.acceptance import Rate, by_position
+from draftkit.theory.acceptance import Rate
 from draftkit.theory.speedup import Costs, by_gamma, factors, largest
-from draftkit.theory.verification import SAMPLED_MODES
 from draftkit.theory.warping import SamplingParams
 
 LOOKUP, HYBRID = "prompt_lookup", "hybrid"
@@ -50,41 +47,30 @@ def factors_of(taus: Sequence[Rate], alpha: float, costs: Costs) -> list[float]:
 
 
 def chosen_numbers(
-    ways: Mapping[str, Proposer],
+    ways: Mapping[str, Callable[[], Proposer]],
     costs: Mapping[str, Costs],
     scored: Mapping[str, PromptTotals],
     texts: Sequence[Record],
     config: Config,
-) -> dict[str, tuple[int, int]]:
-    """How many proposals of each way pay most on `texts`, at least 1, and how many of its draft's.
+) -> dict[str, int]:
+    """The number of proposals, at least 1, of each way that pays most on `texts`.
 
-    costs, scored: of each draft, on `texts`. What counts the training text keeps
-    `Config.proposals`. The two numbers differ for a hybrid beside the drafts whose guesses the host
-    can see. One that stands for a draft has costs of both kinds of rounds, and one number.
+    costs, scored: of each draft. The hybrid has the number of its draft, the last one. What counts
+    the training text keeps `Config.proposals`.
     """
-    decode = config.decode
-    mode = served_mode(decode) or SAMPLED_MODES.get(decode.verification, "alpha")
-    chosen = dict.fromkeys(ways, (config.proposals, config.proposals))
-    for name, one in ways.items():
-        draft = name if name in scored else [*scored][-1]
-        if isinstance(one, PromptLookup):
-            gained = by_gamma(guessed_lengths(one, texts), free(costs[draft]))
-        elif isinstance(one, HybridProposer) and name != draft and not one.on_cuda:
-            shares = scored[draft].shares[mode]
-            chosen[name] = hybrid_numbers(one.guesser, texts, shares, costs[draft])
-            continue
-        elif decode.has_drafter:
+    mode = served_mode(config.decode) or "alpha"
+    gammas = dict.fromkeys(ways, config.proposals)
+    for name, make in ways.items():
+        guesser, draft = make(), name if name in scored else [*scored][-1]
+        if isinstance(guesser, PromptLookup):
+            free = replace(costs[draft], cost_ratio=0.0, draft_units={})  # guesses cost nothing
+            gained = by_gamma(guessed_lengths(guesser, texts), free)
+        elif config.decode.has_drafter:
             gained = factors_of(taus_of(scored[draft], mode), math.nan, costs[draft])
         else:
             continue
-        number = 1 + largest(gained[1:])[0]
-        chosen[name] = number, number
-    return chosen
-
-
-def free(costs: Costs) -> Costs:
-    """`costs` of proposals that cost nothing."""
-    return replace(costs, cost_ratio=0.0, draft_units={})
+        gammas[name] = 1 + largest(gained[1:])[0]
+    return gammas
 
 
 def guessed_lengths(guesser: Proposer, contexts: Sequence[Record]) -> list[float]:
@@ -93,7 +79,7 @@ def guessed_lengths(guesser: Proposer, contexts: Sequence[Record]) -> list[float
     Whoever proposes, the text is the target's. A guess is accepted with the probability that the
     target's token is that guess, so in a text of the target it is accepted where it is its token.
     """
-    right = [[run or 0 for run in correct(guesser, one)] for one in contexts]
+    right = [correct(guesser, one) for one in contexts]
     tokens = sum(map(len, right))
 
     def passes(text: list[int], most: int) -> int:
@@ -106,66 +92,8 @@ def guessed_lengths(guesser: Proposer, contexts: Sequence[Record]) -> list[float
     return [tokens / sum(passes(text, most) for text in right) for most in numbers]
 
 
-def hybrid_numbers(
-    guesser: Proposer, texts: Sequence[Record], shares: Sequence[Tensor], costs: Costs
-) -> tuple[int, int]:
-    """How many tokens a guess has, and how many the draft proposes elsewhere, that pay most.
-
-    shares: of each of `texts`, P(its token was an accepted proposal of the draft | the token), [T]
-    or [T, K], as `theory.acceptance.rounds_of_texts` has them. costs: of the draft's rounds. It
-    proposes at most as many tokens as a guess has.
-    """
-    runs = [correct(guesser, one) for one in texts]
-    accepted = [by_position(one, MOST_GAMMA).tolist() for one in shares]
-
-    def seconds(guesses: int, drafted: int) -> float:
-        a_round = free(costs).round_at(guesses), costs.round_at(drafted)
-        return sum(
-            count * cost
-            for text in zip(runs, accepted, strict=True)
-            for count, cost in zip(
-                mixed_rounds(*text, guesses=guesses, drafted=drafted), a_round, strict=True
-            )
-        )
-
-    numbers = range(1, MOST_GAMMA + 1)
-    pairs = [(guesses, drafted) for guesses in numbers for drafted in range(1, guesses + 1)]
-    return min(pairs, key=lambda pair: seconds(*pair))
-
-
-def mixed_rounds(
-    runs: Sequence[int | None],
-    accepted: Sequence[Sequence[float]],
-    *,
-    guesses: int,
-    drafted: int,
-) -> tuple[float, float]:
-    """The rounds that a text is expected to take, by guesses where there are any, and by the draft.
-
-    runs: right guesses before each token [M]. accepted: share of each token by the position of the
-    proposal in its round [M, K].
-    """
-    begins = [1.0] + [0.0] * len(runs)  # P(a round begins with token t)
-    counts = [0.0, 0.0]
-    for t, run in enumerate(runs):
-        left = begins[t]  # P(the round has come so far)
-        counts[run is None] += left
-        if run is not None:
-            begins[min(t + min(run, guesses) + 1, len(runs))] += left
-            continue
-        for at in range(t, min(t + drafted, len(runs))):
-            kept = left * accepted[at][at - t]
-            begins[at + 1] += left - kept
-            left = kept
-        begins[min(t + drafted + 1, len(runs))] += left
-    return counts[0], counts[1]
-
-
-def correct(guesser: Proposer, context: Record) -> list[int | None]:
-    """How many proposals in a row are the text's own tokens, guessed before each token [M].
-
-    None where there is no guess.
-    """
+def correct(guesser: Proposer, context: Record) -> list[int]:
+    """How many proposals in a row are the text's own tokens, guessed before each token [M]."""
     text = torch.tensor([*context.prompt_ids, *context.output_ids])
     length = torch.arange(len(context.prompt_ids), len(text))
     nothing, params = torch.zeros_like(length), SamplingParams.uniform(len(length))
@@ -179,8 +107,7 @@ def correct(guesser: Proposer, context: Record) -> list[int | None]:
     guess = guesser.propose(view, MOST_GAMMA)
     behind = torch.cat([text, text.new_full((MOST_GAMMA,), -1)]).unfold(0, MOST_GAMMA, 1)
     run = (guess.tokens == behind[length]).long().cumprod(1).sum(1)
-    runs = zip(torch.minimum(run, guess.lengths).tolist(), guess.lengths.tolist(), strict=True)
-    return [run if count else None for run, count in runs]
+    return torch.minimum(run, guess.lengths).tolist()
 
 
 @torch.inference_mode()

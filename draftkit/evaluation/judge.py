@@ -15,7 +15,6 @@ import torch
 from draftkit.config import Config, DraftConfig, EvaluateConfig, SamplingConfig
 from draftkit.data.rollouts import Record
 from draftkit.decoding.catalogue import proposer_of
-from draftkit.decoding.composite import HybridProposer
 from draftkit.decoding.graphs import compile_seconds
 from draftkit.decoding.ngrams import PromptLookup
 from draftkit.decoding.proposers import Proposer
@@ -121,8 +120,7 @@ def gather(
         }
     ways = ways_of(adapter, drafts, prompts, config, trees)
     plain = make_decoder(adapter, None, setting)
-    proposers = {name: make() for name, make in ways.items()}
-    decoders = {name: make_decoder(adapter, one, setting) for name, one in proposers.items()}
+    decoders = {name: make_decoder(adapter, make(), setting) for name, make in ways.items()}
     note("calibrating: what rounds cost, on other prompts")
     costs = {
         name: calibrate(plain, one, prompts.calibration, setting, gammas=CALIBRATED_GAMMAS)
@@ -132,25 +130,15 @@ def gather(
     gammas = dict.fromkeys(ways, setting.gamma)
     gammas |= {name: tree.depth for name, tree in trees.items()}
     if config.decode.gamma == "auto" and not trees:
-        for name, both in chosen_numbers(proposers, costs, score(others), others, config).items():
-            gammas[name], count = both
-            if isinstance(mixed := proposers[name], HybridProposer):
-                mixed.drafted = count
-    drafted = {
-        name: min(one.drafted or gammas[name], gammas[name])
-        for name, one in proposers.items()
-        if isinstance(one, HybridProposer)
-    }
-    counts = [f"{name} {gamma}" for name, gamma in gammas.items()]
-    counts += [f"the draft of {name} {count}" for name, count in drafted.items()]
-    note(f"{', '.join(counts)} proposals a round")
+        gammas = chosen_numbers(ways, costs, score(others), others, config)
+    note(", ".join(f"{name} {gamma}" for name, gamma in gammas.items()) + " proposals a round")
     for name, tree in trees.items():
         note(f"{name} proposes a tree of {tree.nodes} nodes, {tree.depth} deep")
     note_untaught(drafts, gammas, note)
     note(f"wall time on {len(rows)} prompts, {options.timing_minutes:g} minutes at most")
-    drafting = {name: decoding(one, setting, gammas[name]) for name, one in decoders.items()}
+    drafted = {name: decoding(one, setting, gammas[name]) for name, one in decoders.items()}
     timed = time_ways(
-        {PLAIN: decoding(plain, setting)} | drafting,
+        {PLAIN: decoding(plain, setting)} | drafted,
         timed_prompts,
         prompts.calibration,
         batch_size=setting.batch_size,
@@ -158,7 +146,6 @@ def gather(
         minutes=options.timing_minutes,
         note=note,
     )
-    timed |= {name: replace(timed[name], drafted=count) for name, count in drafted.items()}
     compiling += compile_seconds()
     if setting.compiled:
         note(f"{compiling:.0f} s went into compiling; no measured time holds them")

@@ -115,10 +115,6 @@ def ways_table(summary: dict[str, Any]) -> Table:
     rivals = max(len(one["ways"]) for one in summary["by_temperature"].values()) - 1
     note = f"The best is chosen of {rivals}: all intervals but the judged way's are wider."
     note = note if rivals > 1 else None
-    ways = [one for judged in summary["by_temperature"].values() for one in judged["ways"].values()]
-    if any("drafted" in one for one in ways):
-        both = "K of both: tokens of a guess, and of the drafter where there is none."
-        note = f"{note} {both}" if note else both
     labels = Column("T", justify="right"), Column("", no_wrap=True)
     columns = *labels, *map(numeric, ("tokens/s", "speed-up", "tau", "K"))
     table = Table(*columns, title=title, caption=note, min_width=72, **BARE)
@@ -131,8 +127,7 @@ def ways_table(summary: dict[str, Any]) -> Table:
             name, whole = WAYS.get(key, key), one["speedup"]["end_to_end"]
             name += " *" * (key == judged["best_of"])
             rate, tau = one["tokens_per_second_end_to_end"], one["acceptance_length"]["mean"]
-            number = f"{one['gamma']}, {one['drafted']}" if "drafted" in one else str(one["gamma"])
-            cells = f"{rate:.1f}", interval(whole, 2), f"{tau:.2f}", number
+            cells = f"{rate:.1f}", interval(whole, 2), f"{tau:.2f}", str(one["gamma"])
             rows.append((whole["mean"], name, *cells))
         for number, (_, *cells) in enumerate(sorted(rows, reverse=True)):
             table.add_row(

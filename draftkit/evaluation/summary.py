@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from draftkit.config import Config, SamplingConfig
 from draftkit.decoding.catalogue import served_mode
@@ -216,8 +215,6 @@ def ways_beside(
             "plain_tokens_per_second_end_to_end": plain.answers.mean,
             "speedup": stated(one, plain, chosen_of=1 if name == judged else rivals),
         }
-        if one.drafted is not None:
-            ways[name]["drafted"] = one.drafted
         if key in lossless:
             ways[name]["lossless"] = lossless[key].as_dict()
     return ways
@@ -303,8 +300,7 @@ def count_rounds(timed: Timed) -> dict[str, Any]:
         rate = timed.of_prompts(pairs)
         return proportion(rate).as_dict() if rate.counts.sum() > 0 else None
 
-    counts = [torch.tensor(c.accept_counts, dtype=torch.float64) for c in done]
-    histogram = pad_sequence(counts, batch_first=True).sum(0)  # rounds may differ in gamma
+    histogram = torch.tensor([c.accept_counts for c in done], dtype=torch.float64).sum(0)
     return {
         "alpha_decoding": stated(*((c.acceptance_total, c.tested) for c in done)),
         "acceptance_rate": stated(*((c.accepted, c.drafted) for c in done)),

@@ -79,13 +79,12 @@ class Timed:
 
     documents: what each prompt belongs to, those that were not timed included; empty where each is
     a document of its own. What is one observation of time is a document where rows are decoded
-    alone, else a batch. gamma: proposals a round; drafted: those of a hybrid's draft.
+    alone, else a batch. gamma: proposals a round.
     """
 
     chunks: list[Chunk] = field(default_factory=list)
     documents: Sequence[Hashable] = ()
     gamma: int = 0
-    drafted: int | None = None
 
     @property
     def completions(self) -> list[Completion]:

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
-from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -13,16 +12,14 @@ from draftkit.config import SamplingConfig
 from draftkit.decoding.composite import HybridProposer, StagedProposer
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.ngrams import CountTable, NgramMemory, PromptLookup
-from draftkit.decoding.proposers import DraftModelProposer, Proposal, Proposer, drafting
+from draftkit.decoding.proposers import DraftModelProposer, Proposal, Proposer
 from draftkit.decoding.state import Request, RoundView
-from draftkit.models.heads import EAGLE3
 from tests.decoding.driving import (
     DRAFT,
     TEXTS,
     Answer,
     assert_same,
     drive,
-    head,
     own_laws,
     ready,
     request,
@@ -87,9 +84,7 @@ def test_a_hybrid_with_an_argmax_draft_states_no_law() -> None:
 def test_fillers_have_no_say_in_what_is_picked() -> None:
     view = view_of(3)
     view.group.active[[1, 2]] = False
-    part, gamma = hybrid_of(model_of()).pick(view)
-    assert isinstance(part, PromptLookup)
-    assert gamma == 3
+    assert isinstance(hybrid_of(model_of()).pick(view), PromptLookup)
 
 
 def test_a_hybrid_refuses_guesses_that_are_drawn() -> None:
@@ -196,17 +191,17 @@ def answers_of(proposer: Proposer, requests: list[Request], slots: int) -> list[
 class Whole(HybridProposer):
     """Never leaves a part out."""
 
-    def pick(self, view: RoundView) -> tuple[Proposer, int]:
-        return self, view.group.gamma
+    def pick(self, view: RoundView) -> Proposer:
+        return self
 
 
 class Noted(HybridProposer):
     """Remembers what it picked."""
 
-    def pick(self, view: RoundView) -> tuple[Proposer, int]:
-        part, gamma = super().pick(view)
+    def pick(self, view: RoundView) -> Proposer:
+        part = super().pick(view)
         self.picks.append(type(part).__name__)
-        return part, gamma
+        return part
 
 
 def hybrid_as(kind: Any) -> Any:
@@ -225,42 +220,6 @@ def test_rounds_without_the_model_are_those_of_the_whole_and_the_model_catches_u
     following = set(pairwise(noted.picks))
     other = {1: "DraftModelProposer", 2: "Noted"}[slots]
     assert {("PromptLookup", other), (other, "PromptLookup")} <= following
-
-
-class AtTimes(Proposer):
-    """Guesses one token for up to six rounds, or for up to two."""
-
-    def propose(self, view: RoundView, gamma: int) -> Proposal:
-        tokens = view.length[:, None].expand(-1, gamma) % 8
-        turn = view.length % 16
-        is_guessed = (turn < 6) | (turn == 9) | (turn == 10)
-        return Proposal(tokens, None, lengths=is_guessed.long())
-
-
-@pytest.mark.parametrize("kind", [EAGLE3, "p-eagle"])
-def test_a_head_is_shown_what_guesses_brought_only_where_it_does_not_read_that_again(
-    kind: str,
-) -> None:
-    def answers(hybrid: type[HybridProposer], **forgets: Any) -> tuple[list[Answer], int]:
-        target, draft = head(kind)
-        decoder, model = Decoder(target, slots=1, capacity=72), drafting(draft)
-        with patch.multiple(model, prefill=MagicMock(wraps=model.prefill), **forgets):
-            decoder.attach(DRAFT, hybrid(AtTimes(), model))
-            return drive(decoder, requests_of(1)), model.prefill.call_count
-
-    whole, prompts = answers(Whole)
-    answered, shown = answers(HybridProposer)
-    often, every = answers(HybridProposer, refed=lambda most: 0)
-    assert_same(answered, whole, atol=1e-4)
-    assert_same(often, whole, atol=1e-4)
-    assert prompts < shown < every
-
-
-def test_the_draft_of_a_hybrid_has_a_number_of_its_own() -> None:
-    hybrid = hybrid_as(HybridProposer)
-    hybrid.drafted = 1
-    counts = {fact[0] for one in answers_of(hybrid, requests_of(6), 1) for fact, *_ in one.facts}
-    assert counts == {1, 3}
 
 
 def drawn() -> StagedProposer:

@@ -46,7 +46,7 @@ from draftkit.distillation.samplers import ROLLOUTS, TEST, VALIDATION, target_an
 from draftkit.distillation.sources import TrainingTexts, reads_rollouts
 from draftkit.evaluation.alpha import PromptTotals, estimates, score_contexts
 from draftkit.evaluation.intervals import Estimate, acceptance_length
-from draftkit.evaluation.judge import Prompts, check_lossless, gather
+from draftkit.evaluation.measure import Prompts, check_lossless, gather
 from draftkit.evaluation.summary import compare
 from draftkit.models.adapter import Adapter
 from draftkit.models.compatibility import declare_target

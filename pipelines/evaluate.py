@@ -21,8 +21,8 @@ from draftkit.data.splits import read_splits
 from draftkit.decoding.trace import answers, as_rows, as_text
 from draftkit.evaluation.alpha import score_stored
 from draftkit.evaluation.engines import serves
-from draftkit.evaluation.judge import Measured, Prompts, check_lossless, gather
 from draftkit.evaluation.lossless import LOSSY, NOT_CHECKED
+from draftkit.evaluation.measure import Measured, Prompts, check_lossless, gather
 from draftkit.evaluation.page import REPORT, as_html, decision_page, write_page
 from draftkit.evaluation.report import (
     bounds_table,

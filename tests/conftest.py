@@ -73,9 +73,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before those that are not asked for are taken out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order files by `_FIRST`; the Makefile keeps xdist from ordering them by their number."""
+    """Order files by `_FIRST`; the Makefile keeps xdist from ordering them by their number.
+
+    A soak test has an hour: some take 18 minutes on two slow cores.
+    """
     places = {name: place for place, name in enumerate(_FIRST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(_FIRST)))
+    for item in items:
+        if item.get_closest_marker("soak"):
+            item.add_marker(pytest.mark.timeout(3600))
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:

@@ -506,8 +506,8 @@ import resource, sys, threading, time
 from pathlib import Path
 import draftkit
 from draftkit.config import Config, EvaluateConfig
-from draftkit.evaluation import judge
-from draftkit.evaluation.judge import Prompts, check_lossless
+from draftkit.evaluation import measure
+from draftkit.evaluation.measure import Prompts, check_lossless
 
 def held():
     status = Path("/proc/self/status").read_text()
@@ -516,7 +516,7 @@ def held():
 def limit(more):
     used = int(Path("/proc/self/status").read_text().partition("VmSize:")[2].split()[0]) * 1024
     resource.setrlimit(resource.RLIMIT_AS, (used + more, resource.RLIM_INFINITY))
-    judge.free_bytes = lambda device: more
+    measure.free_bytes = lambda device: more
 
 def watch():
     while not done.wait(0.002):

@@ -26,7 +26,7 @@ PACKAGED = {  # text that comes with it, and the domains of each
     ),
     GSM8K: ("gsm8k",),
 }
-KIND_NAMES = {  # of drafters; the last two read hidden states of the target
+KIND_NAMES = {  # of drafters; all after pard are heads on hidden states of the target
     "plain": "token by token",
     "pard": "all tokens in one pass",
     "eagle3": "a head on the target's hidden states, token by token or in one pass",

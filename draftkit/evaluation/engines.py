@@ -55,7 +55,7 @@ SETTINGS = (
     EngineSetting("mlx-lm", "equal tokens", MATCHED, gamma=3),
 )
 # The engines that serve a kind of drafter; all of them where none is named.
-SERVE = {
+SERVED_BY = {
     ENCODER_DECODER: ("transformers",),
     EAGLE3: ("vLLM", "SGLang", "llama.cpp"),
     P_EAGLE: ("vLLM",),
@@ -73,7 +73,7 @@ LAUNCHED = {
 
 def serves(engine: str, kind: str | None) -> bool:
     """Whether `engine`, which may be draftkit, serves drafters of `kind`."""
-    return engine == "draftkit" or kind not in SERVE or engine in SERVE[kind]
+    return engine == "draftkit" or kind not in SERVED_BY or engine in SERVED_BY[kind]
 
 
 def drafted_as(setting: EngineSetting, scored: PromptTotals) -> tuple[PromptTotals, str]:

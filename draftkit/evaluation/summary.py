@@ -23,8 +23,8 @@ from draftkit.evaluation.intervals import (
     proportion,
     speedup,
 )
-from draftkit.evaluation.judge import Measured
 from draftkit.evaluation.lossless import Losslessness
+from draftkit.evaluation.measure import Measured
 from draftkit.evaluation.walltime import PLAIN, Timed
 from draftkit.theory.acceptance import (
     Rate,

@@ -28,8 +28,8 @@ from draftkit.decoding.catalogue import proposer_of
 from draftkit.decoding.graphs import compile_seconds
 from draftkit.evaluation.costs import calibrate, predicted_speedup
 from draftkit.evaluation.intervals import LEAST_UNITS, estimate, speedup
-from draftkit.evaluation.judge import Prompts, timing
 from draftkit.evaluation.lossless import decoded_identity, greedy_answers
+from draftkit.evaluation.measure import Prompts, timing
 from draftkit.evaluation.summary import count_rounds
 from draftkit.evaluation.walltime import (
     PLAIN,

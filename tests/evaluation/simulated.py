@@ -25,8 +25,8 @@ from draftkit.decoding.generation import Completion
 from draftkit.evaluation.alpha import PromptTotals, estimates
 from draftkit.evaluation.choice import HYBRID, LOOKUP
 from draftkit.evaluation.intervals import acceptance_length, estimate, proportion, speedup
-from draftkit.evaluation.judge import Measured
 from draftkit.evaluation.lossless import Losslessness
+from draftkit.evaluation.measure import Measured
 from draftkit.evaluation.summary import best_of, best_use, summarise, ways_beside
 from draftkit.evaluation.walltime import PLAIN, Chunk, Timed
 from draftkit.theory.acceptance import Rate

@@ -16,7 +16,6 @@ LEVEL = 1e-3  # of all cells together: a chance of one in a thousand that it fai
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(900)
 def test_predictions_are_what_decoding_shows(tmp_path: Path) -> None:
     made = ensure(PREPARE, compose_config(["+experiment=quickstart", f"root={tmp_path}"]))
     models = load(EMBEDDED, str(made / "draft"), DataConfig(), PROMPTS)

@@ -188,7 +188,6 @@ def test_runs_that_differ_in_their_seed_alone_differ_in_five_of_a_hundred_pairs(
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(3600)
 def test_trainings_that_differ_in_their_seed_alone_get_few_stars(tmp_path):
     """Of 40 pairs of trainings, no training in two of them: 5, three standard errors above 5 %."""
     target, tokenizer = tiny.model(), tiny.byte_tokenizer()

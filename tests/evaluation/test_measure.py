@@ -19,9 +19,10 @@ from draftkit.config import (
 from draftkit.data.rollouts import Record
 from draftkit.decoding.catalogue import PROPOSERS
 from draftkit.decoding.generation import Completion
-from draftkit.evaluation import judge, walltime
+from draftkit.evaluation import measure, walltime
 from draftkit.evaluation.alpha import PromptTotals
-from draftkit.evaluation.judge import (
+from draftkit.evaluation.lossless import Losslessness
+from draftkit.evaluation.measure import (
     Measured,
     Prompts,
     check_lossless,
@@ -30,7 +31,6 @@ from draftkit.evaluation.judge import (
     timed_rows,
     ways_of,
 )
-from draftkit.evaluation.lossless import Losslessness
 from draftkit.evaluation.summary import compare, count_rounds, summarise
 from draftkit.evaluation.walltime import PLAIN, Chunk, Timed
 from draftkit.models.loading import load_draft, load_target, save_model
@@ -324,7 +324,7 @@ def test_a_way_carries_the_check_of_itself():
 def test_where_float32_does_not_fit_the_served_dtype_is_checked_and_both_sizes_are_said(
     folder, monkeypatch
 ):
-    monkeypatch.setattr("draftkit.evaluation.judge.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("draftkit.evaluation.measure.free_bytes", lambda device: 1000)
     lossless, _, line = checked(folder, "auto")
     assert lossless.dtype == torch.bfloat16
     assert re.search(r"in bfloat16, as float32 takes \d+\.\d GB more and 0\.0 GB are free$", line)
@@ -347,7 +347,7 @@ def test_costs_are_measured_on_the_decoders_that_are_timed(folder, monkeypatch):
     target = load_target(TargetConfig(path=str(folder / "target")), HardwareConfig(device="cpu"))
     draft = load_draft(DraftConfig(path=str(folder / "draft")), target)
     calibrated, timed = list[int](), list[tuple[int, int]]()
-    real_calibrate, real_batch = judge.calibrate, walltime.timed_batch
+    real_calibrate, real_batch = measure.calibrate, walltime.timed_batch
 
     def calibrate(plain, drafted, *arguments, **options):
         calibrated.extend([id(plain), id(drafted)])
@@ -357,7 +357,7 @@ def test_costs_are_measured_on_the_decoders_that_are_timed(folder, monkeypatch):
         timed.append((id(decoder), gamma))
         return real_batch(decoder, *arguments, gamma=gamma, **options)
 
-    monkeypatch.setattr(judge, "calibrate", calibrate)
+    monkeypatch.setattr(measure, "calibrate", calibrate)
     monkeypatch.setattr("draftkit.evaluation.costs.ROUNDS", 2)
     monkeypatch.setattr(walltime, "timed_batch", timed_batch)
     who = {"sampler": "target", "sampler_version": "", "sampling": {}, "seed": 0}

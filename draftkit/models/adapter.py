@@ -12,9 +12,8 @@ Shapes: B rows, N new tokens, T tokens, C slots attended to, V real vocabulary, 
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -207,11 +206,11 @@ def by_name(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> dict[str,
     return wanted
 
 
-@dataclass(frozen=True)
-class Head:
+class Head(NamedTuple):
     """Makes logits [..., V] of states [..., H]: states @ weight.T + bias.
 
-    With `kept_ids` [K] it has the rows of these ids only, and all other logits are -inf.
+    With `kept_ids` [K] it has the rows of these ids only, and all other logits are -inf. No frozen
+    dataclass: torch 2.11 loses the fields of one that a compiled tree makes at each depth.
     """
 
     weight: Tensor  # [V, H], real vocabulary only, or [K, H]

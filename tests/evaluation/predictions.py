@@ -102,12 +102,12 @@ class Models:
 
 
 def load(target: str, draft: str, data: DataConfig, prompts: int = PROMPTS) -> Models:
-    """A pair of folders in float32, and the first tokens of so many documents of `data`."""
+    """A pair of folders in float32, and the first tokens of documents of `data`, each once."""
     hardware = HardwareConfig(device="cpu", dtype="float32")
     loaded = load_target(TargetConfig(path=target), hardware)
-    texts = [document.row["text"] for document in islice(read_documents(data), 2 * prompts)]
-    rows = [ids[:PROMPT_TOKENS] for ids in text_ids(loaded.tokenizer, texts, literal=True)]
-    long = [row for row in rows if len(row) == PROMPT_TOKENS]
+    texts = [document.row["text"] for document in islice(read_documents(data), 4 * prompts)]
+    rows = [tuple(ids[:PROMPT_TOKENS]) for ids in text_ids(loaded.tokenizer, texts, literal=True)]
+    long = [row for row in dict.fromkeys(rows) if len(row) == PROMPT_TOKENS]
     adapter = load_draft(DraftConfig(path=draft), loaded)
     return Models(loaded.adapter, adapter, loaded.eos_token_ids, long[:prompts])
 

@@ -96,7 +96,9 @@ class EvaluateConfig(Section, key="evaluate"):
     timing_prompts: int = positive(
         192, "test prompts that are timed; a verdict needs 20 documents, or batches, of them"
     )
-    timing_minutes: float = positive(10.0, "minutes a temperature, after which timing ends")
+    timing_minutes: float = positive(
+        10.0, "minutes a temperature, after which timing ends; compiling is not in them"
+    )
     timing_batch_size: int = positive(1, "rows decoded together while they are timed")
     lossless: str = choice(
         "auto",

@@ -60,13 +60,12 @@ def test_intervals_hold_the_truth_where_lengths_go_with_alpha():
 @pytest.mark.parametrize("mean", TIED_MEANS)
 @pytest.mark.parametrize("documents", TIED_DOCUMENTS)
 def test_intervals_hold_the_truth_in_every_cell_where_lengths_go_with_alpha(documents, mean, tie):
-    """93 to 97 %, and two standard errors; gains near 0 or 1, of few tokens, up to 99 %.
+    """93 to 97 %, and two standard errors; gains near 0 or 1, of few tokens, up to 98.5 %.
 
-    98.8 % of the latter hold the truth on 20 documents. With the degrees of freedom that make it
-    98.5 %, the way with the star is stated too high in 5.9 % (5 % allowed, below).
+    One cell is not within that: 20 documents, 0.05 and -0.8 have 98.8 % (docs/log.md).
     """
     held = tied_coverage(documents, mean, tie, repetitions=5000)
-    assert 0.925 <= held.pop("gain") <= 0.99
+    assert 0.925 <= held.pop("gain") <= 0.985
     assert all(0.923 <= share <= 0.975 for share in held.values())
 
 

@@ -23,6 +23,8 @@ from .contexts import writer_of
 from .plan import GENERATE, carries_scores
 from .stage import StageFolder
 
+BATCHES = 4  # of a part: an answer that has ended makes room for the next one
+
 
 def generate(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Let the target continue the prompts of the training split.
@@ -57,7 +59,7 @@ def generate(config: Config, folder: StageFolder) -> dict[str, Any]:
         lot = [prompts[row % len(prompts)] for row in rows]
         return answered(sampler, lot, rows=rows, version=folder.digests["target"])
 
-    for records in write_parts(folder.path, total, size=size, make=answer):
+    for records in write_parts(folder.path, total, size=BATCHES * size, make=answer):
         rollouts += len(records)
         tokens += sum(len(record.output_ids) for record in records)
         watch(0, 0)

@@ -131,6 +131,13 @@ def watch(config: Config, folder: Path, stop: Event) -> None:
     def note() -> None:
         write_json(account / SUMMARY, summary_of(refits))
 
+    def begin(refit: Refit) -> None:
+        print(
+            f"online: {refit.route} update {refit.state['update']}: {config.online.steps} steps on "
+            f"{refit.new_records()} new records and older ones, then the gate",
+            flush=True,
+        )
+
     def log(refit: Refit, update: Update) -> None:
         section = "online" if len(refits) == 1 else f"online_{refit.route}"
         verdict = update.verdict
@@ -161,7 +168,7 @@ def watch(config: Config, folder: Path, stop: Event) -> None:
     try:
         registries = [refit.registry for refit in refits]
         with bringing(config, made, target, registries, note) as bring:
-            loop = Daemon(refits, buffer, config.online, log, page.refresh, stop, bring)
+            loop = Daemon(refits, buffer, config.online, log, page.refresh, stop, bring, begin)
             print(f"online: watching {folder}", flush=True)
             loop.run()
             note()

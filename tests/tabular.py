@@ -179,6 +179,9 @@ class TabularHead:
         own = torch.stack([tokens + 1 + self.vocab_size, newer % (self.vocab_size + 1)], -1)
         return torch.cat([own.to(self.dtype), logits], -1)[:, -last:]
 
+    def fill(self, tokens: Tensor, hidden: Tensor, *, positions: Tensor, cache: Any) -> None:
+        self.feed(tokens, hidden, positions=positions, cache=cache)
+
     def logits(self, states: Tensor) -> Tensor:
         return states[..., 2:]
 

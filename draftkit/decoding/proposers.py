@@ -339,7 +339,7 @@ class HeadProposer(DraftModelProposer):
 
     def prefill(self, tokens: Tensor, *, positions: Tensor, features: Any, **where: Any) -> None:
         hidden, cache = self.draft.project(features), self._cache.select(**where)
-        self.draft.feed(tokens, hidden, positions=positions, cache=cache)
+        self.draft.fill(tokens, hidden, positions=positions, cache=cache)
 
     def propose(self, view: RoundView, gamma: int, decide: Decide = undecided) -> Proposal:
         view, parallel = self.served(view), self.draft.parallel

@@ -20,7 +20,7 @@ from draftkit.distillation.sources import TrainingTexts, completed
 from draftkit.models.adapter import Adapter
 from draftkit.theory.truncation import most_likely
 
-SCORED_AT_ONCE = 16  # texts that the target reads for its scores
+SCORED_AT_ONCE = 8  # texts that the target reads for its scores
 
 
 def texts_to_score(config: Config, texts: TrainingTexts) -> Sequence[Record]:
@@ -59,23 +59,27 @@ def scored_by(
     """`records` with the target's `top_k` most likely ids, for a loss at `temperature`.
 
     Those that carry them need no pass of the target, except for its hidden states of `layers`.
-    `watch` hears how many are done. An engine names as many ids as it is opened for.
+    `watch` hears how many are done. An engine names as many ids as it is opened for. A pass of the
+    target is as wide as its longest text, so texts of like lengths share one.
     """
-    scored: list[Record] = []
+    records, scored = [*records], dict[int, Record]()
     remote = isinstance(target, RemoteTarget)
     size = max(SCORED_AT_ONCE, target.at_once) if remote else SCORED_AT_ONCE
-    for first in range(0, len(records), size):
-        lot = records[first : first + size]
+    rows = [*range(len(records))]
+    rows.sort(key=lambda row: len(records[row].prompt_ids) + len(records[row].output_ids))
+    for first in range(0, len(rows), size):
+        own = rows[first : first + size]
+        lot = [records[row] for row in own]
         if isinstance(target, RemoteTarget):
-            scored += target.scored(lot, loss_temperature=temperature)
-            watch(len(scored))
-            continue
-        known = None if layers else sampled_scores(lot, loss_temperature=temperature)
-        scored += known or stored_scores(
-            target, lot, k=top_k, loss_temperature=temperature, layers=layers
-        )
+            made = target.scored(lot, loss_temperature=temperature)
+        else:
+            known = None if layers else sampled_scores(lot, loss_temperature=temperature)
+            made = known or stored_scores(
+                target, lot, k=top_k, loss_temperature=temperature, layers=layers
+            )
+        scored.update(zip(own, made, strict=True))
         watch(len(scored))
-    return scored
+    return [scored[row] for row in range(len(records))]
 
 
 def sampled_scores(records: Sequence[Record], *, loss_temperature: float) -> list[Record] | None:

@@ -43,6 +43,7 @@ def calibrate(
     setting: Setting,
     *,
     gammas: Sequence[int] = (),
+    note: Callable[[str], None] = lambda line: None,
 ) -> Costs:
     """Costs of `drafted`'s proposer, on `prompts` that must not be the timed ones.
 
@@ -65,6 +66,7 @@ def calibrate(
     clock = synchronised_clock(plain.target.device)
     began = clock()
     for count in counts:  # makes code and buffers, which would count in a first pass
+        note(f"first rounds of {count} proposals")
         measure(count, 0)
     passes = SECONDS / max(clock() - began, SECONDS / MOST_PASSES)
     return costs_by(measure, gamma, counts, passes=max(PASSES, round(passes)))

@@ -121,12 +121,11 @@ def gather(
     ways = ways_of(adapter, drafts, prompts, config, trees)
     plain = make_decoder(adapter, None, setting)
     decoders = {name: make_decoder(adapter, make(), setting) for name, make in ways.items()}
-    note("calibrating: what rounds cost, on other prompts")
-    costs = {
-        name: calibrate(plain, one, prompts.calibration, setting, gammas=CALIBRATED_GAMMAS)
-        for name, one in decoders.items()
-        if name in drafts
-    }
+    costs = dict[str, Costs]()
+    calibrated = partial(calibrate, gammas=CALIBRATED_GAMMAS, note=note)
+    for name in [name for name in decoders if name in drafts]:
+        note(f"calibrating {name}: what its rounds cost, on other prompts")
+        costs[name] = calibrated(plain, decoders[name], prompts.calibration, setting)
     gammas = dict.fromkeys(ways, setting.gamma)
     gammas |= {name: tree.depth for name, tree in trees.items()}
     if config.decode.gamma == "auto" and not trees:

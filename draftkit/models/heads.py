@@ -144,16 +144,23 @@ class HeadLayer(nn.Module):
         self, embedded: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend
     ) -> Tensor:
         """The states a [B, N, H] of tokens `embedded` beside `hidden`, both [B, N, H]."""
-        part = self.self_attn
-        both = torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], -1)
-        query, key, value = (
-            part[name](both).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for name in ("q_proj", "k_proj", "v_proj")
-        )
+        query, key, value = self._projected(embedded, hidden, "q_proj", "k_proj", "v_proj")
         query, key = apply_rotary_pos_emb(query, key, *rotary)
         mixed = attend(query, key, value)  # [B, N, heads, D]
-        state = hidden + part["o_proj"](mixed.flatten(2))
+        state = hidden + self.self_attn["o_proj"](mixed.flatten(2))
         return state + self.mlp(self.post_attention_layernorm(state))
+
+    def keys_and_values(
+        self, embedded: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """What others see of such tokens: both [B, heads, N, D]."""
+        key, value = self._projected(embedded, hidden, "k_proj", "v_proj")
+        return apply_rotary_pos_emb(key, key, *rotary)[1], value
+
+    def _projected(self, embedded: Tensor, hidden: Tensor, *names: str) -> Iterator[Tensor]:
+        both = torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], -1)
+        for name in names:
+            yield self.self_attn[name](both).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
 class MedusaHeads(HeadModel):
@@ -369,6 +376,11 @@ class Eagle3Adapter(HeadAdapter):
 
         return self._layer(tokens, hidden, positions, attend)[:, -last:]
 
+    def fill(self, tokens: Tensor, hidden: Tensor, *, positions: Tensor, cache: SlotCache) -> None:
+        """`feed` where no state is asked for: one layer's keys and values need no attention."""
+        positions = positions.clamp(max=self.max_positions - 1)
+        cache.at(positions).update(*self._keys_and_values(tokens, hidden, positions), 0)
+
     def logits(self, states: Tensor) -> Tensor:
         """[..., V] of the states a [..., H]."""
         return self.head(self.model.norm(states))
@@ -394,35 +406,48 @@ class Eagle3Adapter(HeadAdapter):
     def _unrolled(self, tokens: Tensor, features: Tensor, keep: Tensor) -> Iterator[Tensor]:
         """The states a of the entries of each step. keep: [S, B, T].
 
-        Later steps are run on the columns alone in which a chain begins: prompts have none.
+        Only columns in which a chain begins are run. Of a prompt before them keys and values do.
         """
-        hidden = self.project(_shifted(features))
         index = torch.arange(tokens.shape[1], device=tokens.device)
         begins = keep[0].any(0).nonzero()
         span = slice(int(begins.min()), int(begins.max()) + 1) if len(begins) else slice(0, 1)
-        seen = (index[:, None] >= index) & (index > 0)
-        mask = additive(seen[None, None], hidden.dtype)
+        prompt, known = slice(span.start), index[: span.stop]
+        hidden = self.project(_shifted(features)[:, : span.stop])
+        mask = additive(((known[span, None] >= known) & (known > 0))[None, None], hidden.dtype)
+        ahead = self._keys_and_values(tokens[:, prompt], hidden[:, prompt], index[None, prompt])
         keys: list[Tensor] = []
         values: list[Tensor] = []
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            if not keys:
+                key, value = (torch.cat(both, 2) for both in zip(ahead, (key, value), strict=True))
             keys.append(key)
             values.append(value)
             if len(keys) == 1:
                 return self._attention(query, key, value, mask)
-            return unrolled_attention(query, keys, values, mask=mask[:, :, span])
+            return unrolled_attention(query, keys, values, mask=mask)
 
+        state = hidden[:, span]
         for step, kept in enumerate(keep):
-            read = functional.pad(tokens[:, step:], (0, step))
-            columns = span if step else slice(None)
-            hidden = self._layer(read[:, columns], hidden, (index + step)[None, columns], attend)
-            yield hidden[kept[:, columns]]
-            hidden = hidden if step else hidden[:, span]
+            read = functional.pad(tokens[:, step:], (0, step))[:, span]
+            state = self._layer(read, state, (index + step)[None, span], attend)
+            yield state[kept[:, span]]
 
     def _layer(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        embedded = self.model.get_input_embeddings()(tokens).to(hidden.dtype)
-        rotary = self.model.rotary(hidden, positions)
+        embedded, rotary = self._embedded(tokens, hidden, positions)
         return self.model.layers[0](embedded, hidden, rotary, attend)
+
+    def _keys_and_values(
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        embedded, rotary = self._embedded(tokens, hidden, positions)
+        return self.model.layers[0].keys_and_values(embedded, hidden, rotary)
+
+    def _embedded(
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        embedded = self.model.get_input_embeddings()(tokens).to(hidden.dtype)
+        return embedded, self.model.rotary(hidden, positions)
 
     def _attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
         module, scaling = self.model.layers[0].self_attn, query.shape[-1] ** -0.5

@@ -40,7 +40,8 @@ class Stopped(Exception):
 class Daemon:
     """Refits the drafters of all routes in turns until `stop` is set.
 
-    bring: what is in force on a route to the engine that serves, at every turn; True: it is there.
+    begin: called before an update, which may take minutes. bring: what is in force on a route to
+    the engine that serves, at every turn; True: it is there.
     `clock` (seconds) and the waits of `stop` are all that it knows of time.
     """
 
@@ -51,6 +52,7 @@ class Daemon:
     show: Callable[[], None]  # called after every turn, in which something may have changed
     stop: Event
     bring: Callable[[str], bool] = lambda route: True
+    begin: Callable[[Refit], None] = lambda refit: None
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
@@ -91,6 +93,7 @@ class Daemon:
             if not refit.due():
                 return False
             self.hold()
+            self.begin(refit)
             update = refit.update(self.hold)
         except Stopped:
             raise

@@ -42,6 +42,24 @@ def test_the_ids_of_every_token_are_the_targets_likeliest_there() -> None:
     assert scored[18].topk_ids == logits.topk(3).indices.tolist()
 
 
+def test_texts_of_like_lengths_share_a_pass_and_come_back_in_their_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target, widths = tiny.adapter(), list[int]()
+    read = type(target).read
+
+    def noted(self: Any, tokens: torch.Tensor, *arguments: Any) -> Any:
+        widths.append(tokens.shape[1])
+        return read(self, tokens, *arguments)
+
+    monkeypatch.setattr(type(target), "read", noted)
+    served = SamplingConfig()
+    records = [record([3], [4] * (1 + 7 * n % 20), sampling=served) for n in range(20)]
+    scored = scored_by(target, records, top_k=3, temperature=1.0)
+    assert [one.output_ids for one in scored] == [one.output_ids for one in records]
+    assert widths == [1 + 8, 1 + 16, 1 + 20]
+
+
 def sampled(target: Any, temperature: float, top_k: int = 4) -> list[Record]:
     sampling = SamplingConfig(temperature=temperature, top_p=0.9)
     options = {"eos_token_ids": [1], "batch_size": 3, "seed": 2, "top_k": top_k}

@@ -27,9 +27,9 @@ SETTING = Setting(max_new_tokens=12, gamma=3, batch_size=2, capacity=40, eos_tok
 PROMPTS = [[1, 2], [3], [4, 5, 6], [7]]
 
 
-def calibrated(target, draft, setting, gammas=()):
+def calibrated(target, draft, setting, **options):
     plain, drafted = decoders(target, draft, setting)
-    return calibrate(plain, drafted, PROMPTS, setting, gammas=gammas)
+    return calibrate(plain, drafted, PROMPTS, setting, **options)
 
 
 def decoders(target, draft, setting):
@@ -245,7 +245,9 @@ def test_few_numbers_of_proposals_are_compiled_and_few_rounds_run(
     setting = replace(SETTING, max_new_tokens=256, batch_size=1, compiled=True, gamma=gamma)
     setting = replace(setting, capacity=300, eos_token_ids=())
     target, draft = Slow(0, clock, lambda n: 10.0), Slow(1, clock, lambda n: 1.0)
-    measured = calibrated(target, draft, setting, gammas=CALIBRATED_GAMMAS)
+    said = list[str]()
+    measured = calibrated(target, draft, setting, gammas=CALIBRATED_GAMMAS, note=said.append)
+    assert said == [f"first rounds of {count} proposals" for count in (0, gamma, *others)]
     assert sorted(measured.draft_units) == sorted([gamma, *others])
     assert Counter(name for name, _ in keys) == {
         "propose": 1 + len(others),

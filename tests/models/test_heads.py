@@ -182,8 +182,11 @@ MUTANTS = {
         proposers, "view.features((positions - 1).clamp", "view.features((positions - 2).clamp"
     ),
     "what was rejected stays": broken(proposers, "text = view.group.most + 1  # ", "text = 2  # "),
-    "positions of later steps": broken(
-        heads, "(index + step)[None, columns]", "index[None, columns]"
+    "positions of later steps": broken(heads, "(index + step)[None, span]", "index[None, span]"),
+    "positions of prompts": broken(
+        heads,
+        "update(*self._keys_and_values(tokens, hidden, positions)",
+        "update(*self._keys_and_values(tokens, hidden, positions + 1)",
     ),
     "tokens of later steps": broken(heads, "functional.pad(tokens[:, step:], (0, step))", "tokens"),
     "slot 0 is seen in decoding": broken(

@@ -67,8 +67,9 @@ def make(*refits: FakeRefit, buffer: FakeBuffer | None = None, **changes: Any):
 def test_routes_take_turns_until_all_updates_are_done():
     refits = FakeRefit("a", turns=2), FakeRefit("b", turns=1)
     daemon, _, told, _ = make(*refits)
+    daemon.begin = lambda refit: told.append(f"{refit.route} begins")
     daemon.run()
-    assert told == ["a", "b", "a"]
+    assert told == ["a begins", "a", "b begins", "b", "a begins", "a"]
     assert refits[0].collected == [5, 5]
 
 

@@ -133,8 +133,8 @@ def watch(config: Config, folder: Path, stop: Event) -> None:
 
     def begin(refit: Refit) -> None:
         print(
-            f"online: {refit.route} update {refit.state['update']}: {config.online.steps} steps on "
-            f"{refit.new_records()} new records and older ones, then the gate",
+            f"online: {refit.route} learns: {config.online.steps} steps on {refit.new_records()} "
+            "new records and older ones, then the gate",
             flush=True,
         )
 

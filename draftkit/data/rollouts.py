@@ -169,8 +169,12 @@ def write_parts(
     """Yield records 0 .. count - 1, `size` at a time, each lot kept in a file of its own.
 
     `make(rows)` makes the records of a lot; one whose file is there is read instead, so that a
-    kill costs one lot.
+    kill costs one lot. Files of lots of another size are removed.
     """
+    for path in folder.glob("part-*.parquet"):
+        first = int(path.stem.removeprefix("part-"))
+        if first % size or len(_records([path])) != min(size, count - first):
+            path.unlink()
     for first in range(0, count, size):
         path = folder / f"part-{first:08d}.parquet"
         if not path.exists():

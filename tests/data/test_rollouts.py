@@ -153,3 +153,24 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> 
 def test_lists_per_token_must_match_the_output(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} has 2 entries for 3 output tokens"):
         replace(FULL, **{name: getattr(FULL, name)[:2]})
+
+
+def test_lots_of_another_size_are_made_anew(tmp_path: Path) -> None:
+    records = [replace(PLAIN, row=row) for row in range(10)]
+
+    def written(size: int) -> list[int]:
+        made: list[int] = []
+
+        def make(rows: range) -> list[Any]:
+            made.append(rows.start)
+            return records[rows.start : rows.stop]
+
+        parts = rollouts.write_parts(tmp_path, 10, size=size, make=make)
+        assert [one for part in parts for one in part] == records
+        assert list(read_parts(tmp_path)) == records
+        return made
+
+    assert written(2) == [0, 2, 4, 6, 8]
+    assert written(2) == []
+    assert written(4) == [0, 4]  # the last two records are the same lot
+    assert written(4) == []

@@ -112,6 +112,7 @@ def chunks_of(measured: Measured) -> dict[str, Any]:
     return {
         name: {
             "gamma": one.gamma,
+            **one.hybrid,
             "prefill_seconds": [chunk.prefill_seconds for chunk in one.chunks],
             "seconds": [chunk.seconds for chunk in one.chunks],
             "tokens": [chunk.tokens for chunk in one.chunks],

@@ -149,6 +149,10 @@ class TabularHead:
         self.own = near(draft.memory[:1], size + 2)  # of the token one slot back
 
     @property
+    def device(self) -> torch.device:
+        return self.table.device
+
+    @property
     def signature(self) -> object:
         return (type(self), self.vocab_size, self.parallel)
 

@@ -126,7 +126,9 @@ def test_every_way_is_timed_at_its_own_number_and_every_chunk_of_it_is_kept(fini
         speedup = rate / way["plain_tokens_per_second_end_to_end"]
         assert way["speedup"]["end_to_end"]["mean"] == pytest.approx(speedup)
     assert judged["ways"]["drafter"]["gamma"] == judged["gamma"]
-    assert judged["ways"]["hybrid"]["gamma"] == judged["gamma"]
+    hybrid = judged["ways"]["hybrid"]
+    assert 1 <= hybrid["draft_gamma"] <= hybrid["gamma"]
+    assert {kept["hybrid"][key] == hybrid[key] for key in ("draft_gamma", "lookup_min")} == {True}
     numbers = [str(number) for number in range(1, 13)]
     for key in ("acceptance_length_by_k", "speedup_by_k"):
         assert [*judged[key]] == [*judged["before"][key]] == numbers

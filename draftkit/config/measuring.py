@@ -25,12 +25,20 @@ class DecodeConfig(Section, key="decode"):
 
     gamma: int | str = setting(
         4,
-        "tokens proposed a round (K); auto: `evaluate` finds what pays most, else 4, "
+        "tokens proposed a round (K); auto: `evaluate` finds what pays most, also of "
+        "draft_gamma and lookup_min, else 4, "
         "or what a parallel drafter learned",
         "[0, 32]",
         also="auto",
     )
     proposer: str = choice("sampled", "who proposes", **PROPOSER_NAMES)
+    draft_gamma: int | None = positive(
+        None,
+        "tokens that the drafter of a hybrid proposes, at most K; null, or on CUDA: K",
+    )
+    lookup_min: int = setting(
+        2, "how many last tokens must occur earlier in the text before a hybrid guesses", "[1, 3]"
+    )
     verification: str = choice("speculative", "what is accepted", **VERIFICATION_NAMES)
     typical_epsilon: float = setting(0.09, "epsilon of verification=typical", "(0, 1]")
     tree: int = setting(

@@ -21,7 +21,11 @@ class ServeConfig(Section, key="serve"):
     max_length: int = positive(2048, "tokens of prompt and answer, at most the models' context")
     queue: int = positive(64, "requests that may wait for a slot; more are answered with 429")
     request_seconds: float = positive(300.0, "seconds after which a request is given up")
-    adapts: bool = setting(True, "gamma follows load and acceptance, but in requests with a seed")
+    adapts: bool = setting(
+        True,
+        "gamma follows load and acceptance; not with decode.draft_gamma, nor where a request has "
+        "a seed",
+    )
 
 
 @dataclass(kw_only=True)

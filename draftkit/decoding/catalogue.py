@@ -59,7 +59,6 @@ def staged(draft: Draft, *_: Any) -> Proposer:
 PROPOSERS: dict[str, Make] = {
     "sampled": lambda draft, *_: drafting(draft()),
     "argmax": lambda draft, *_: drafting(draft(), tokens="argmax"),
-    # A guess must rest on two tokens where a model could propose instead.
     "hybrid": lambda draft, *_: HybridProposer(PromptLookup(min_ngram=2), drafting(draft())),
     "staged": staged,
     "unigram": lambda _, texts, target: counted(texts, target, 1),
@@ -77,6 +76,8 @@ def proposer_of(
     None: a usual one."""
     decode = config.decode
     made = PROPOSERS[decode.proposer](draft, texts, target)
+    if isinstance(made, HybridProposer):
+        made.draft_gamma, made.guesser.min_ngram = decode.draft_gamma, decode.lookup_min
     if decode.tree > 0:
         made.tree = tree or usual_tree(decode.tree, config.proposals)
     return made

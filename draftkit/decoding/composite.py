@@ -1,4 +1,4 @@
-"""Proposers made of two: a guesser that costs nothing and a draft model that knows better.
+"""Proposers made of two: a guesser that runs no model, and a draft model that knows better.
 
 *Hybrid*: a row whose text the guesser can go on is its own, any other the model's. The choice
 looks at committed text alone, so that q is one-hot or the model's law, as the case may be.
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftkit.decoding.ngrams import PromptLookup
 from draftkit.decoding.proposers import DraftModelProposer, Proposal, Proposer
 from draftkit.decoding.state import RoundView, text_of
 from draftkit.theory.noise import DRAFT
@@ -32,7 +33,6 @@ class Composite(Proposer):
 
     def __init__(self, guesser: Proposer, model: DraftModelProposer) -> None:
         assert not guesser.has_cache
-        self.guesser = guesser
         self.model = model
         self.version = model.version
         self.max_positions = model.max_positions
@@ -59,14 +59,33 @@ class HybridProposer(Composite):
     """The guesser where it has a guess, the model elsewhere, row by row.
 
     How sure a guess must be is the guesser's setting (`min_ngram`); it must guess one-hot.
+    draft_gamma: the most tokens that the model proposes. No model runs for a guess, so that longer
+    ones pay. On CUDA the host cannot leave the model out of a round, so both are equally long.
     """
 
-    def pick(self, view: RoundView) -> Proposer:
+    def __init__(
+        self, guesser: PromptLookup, model: DraftModelProposer, *, draft_gamma: int | None = None
+    ) -> None:
+        super().__init__(guesser, model)
+        self.guesser = guesser
+        self.draft_gamma = draft_gamma
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether the host cannot look at the text before a round."""
+        return self.model.draft.device.type == "cuda"
+
+    def drafts(self, gamma: int) -> int:
+        """How many tokens the model proposes where a guess has `gamma`."""
+        return gamma if self.on_cuda else min(gamma, self.draft_gamma or gamma)
+
+    def pick(self, view: RoundView) -> tuple[Proposer, int]:
         """The guesser if all rows have a guess, the model if none has: its passes cost time."""
-        guessed = self.guesser.propose(view, view.group.gamma).lengths[view.group.active] > 0
+        gamma = view.group.gamma
+        guessed = self.guesser.propose(view, gamma).lengths[view.group.active] > 0
         if guessed.all():
-            return self.guesser
-        return self if guessed.any() else self.model
+            return self.guesser, gamma
+        return (self, gamma) if guessed.any() else (self.model, self.drafts(gamma))
 
     def propose(self, view: RoundView, gamma: int) -> Proposal:
         """Let the model draw, with logits that leave no choice in the rows that are guessed.
@@ -83,7 +102,8 @@ class HybridProposer(Composite):
             return torch.where(is_guessed[:, None, None], certain, logits)
 
         proposal = self.model.propose(view, gamma, decided)
-        lengths = torch.where(is_guessed, guess.lengths, proposal.lengths)
+        own = proposal.lengths.clamp(max=self.drafts(gamma))
+        lengths = torch.where(is_guessed, guess.lengths, own)
         return Proposal(proposal.tokens, proposal.draft_probs, lengths=lengths)
 
 
@@ -97,6 +117,7 @@ class StagedProposer(Composite):
         self, guesser: Proposer, model: DraftModelProposer, *, width: int = 3, passes: int = 2
     ) -> None:
         super().__init__(guesser, model)
+        self.guesser = guesser
         self.width = width
         self.passes = passes
 

@@ -22,7 +22,7 @@ from draftkit.config import TYPICAL
 from draftkit.decoding import round as units
 from draftkit.decoding.gamma import AdaptiveGamma
 from draftkit.decoding.graphs import COMPILED_BUCKET, FREEZE_BYTES, Units, can_pack
-from draftkit.decoding.proposers import Proposal, Proposer
+from draftkit.decoding.proposers import Proposer
 from draftkit.decoding.results import (
     Launched,
     Outcome,
@@ -314,14 +314,13 @@ class Decoder:
         longest = max(slot.length for slot in held) + self._unread() + group.scratch
         bucket = COMPILED_BUCKET if self._units.is_fixed else BUCKET
         visible = visible_slots(longest, self.capacity, bucket, joins_last=self._units.is_fixed)
-        inputs = RoundInputs(group, visible)
-        proposal, version = self._propose(inputs)
+        inputs, version = self._propose(RoundInputs(group, visible))
         ticks.append(self._tick())
-        outcome = self._verify(inputs._replace(proposal=proposal))
+        outcome = self._verify(inputs)
         ticks.append(self._tick())
         for slot in held:
             slot.rounds += 1
-        return Launched(group, held, version, ticks, *to_host(outcome))
+        return Launched(inputs.group, held, version, ticks, *to_host(outcome))
 
     def _tick(self) -> float:
         return self.clock() if self.clock is not None else 0.0
@@ -330,15 +329,17 @@ class Decoder:
         """The most tokens that a row can have beyond those that the host knows of."""
         return sum(launched.group.gamma + 1 for launched in self._pending)
 
-    def _propose(self, inputs: RoundInputs) -> tuple[Proposal, str]:
+    def _propose(self, inputs: RoundInputs) -> tuple[RoundInputs, str]:
+        """`inputs` with a proposal, of as many tokens as it was picked for; and whose it is."""
         group = inputs.group
         proposer = self._proposers.get(group.proposer_id)
         version = "" if proposer is None else proposer.version
         if proposer is None or group.gamma == 0:
-            return units.no_proposal(inputs), version
+            return inputs._replace(proposal=units.no_proposal(inputs)), version
         # Where the host can look at the text. To make a view takes time.
         if not self._on_cuda and type(proposer).pick is not Proposer.pick:
-            proposer = proposer.pick(units.round_view(self, inputs))
+            proposer, gamma = proposer.pick(units.round_view(self, inputs))
+            inputs = inputs._replace(group=replace(group, gamma=gamma))
         if proposer.has_cache:  # it is shown the text of rounds that went by without it
             slots = [self.state.slots[number] for number in group.members]
             behind = [slot for slot in slots if slot.followed < slot.rounds]
@@ -356,7 +357,7 @@ class Decoder:
             packs=self._packs,
             holder=group.proposer_id,
         )
-        return proposal, version
+        return inputs._replace(proposal=proposal), version
 
     def _verify(self, inputs: RoundInputs) -> Outcome:
         proposal = inputs.proposal

@@ -73,12 +73,12 @@ class Proposer:
         """Propose `gamma` tokens after the committed text of each row, or `view.group.tree`."""
         raise NotImplementedError
 
-    def pick(self, view: RoundView) -> "Proposer":
-        """The part of it that this round needs; the proposals of every row stay the same.
+    def pick(self, view: RoundView) -> tuple["Proposer", int]:
+        """The part of it that this round needs, and how many tokens that proposes.
 
         Called on the host, so that a part whose passes cost time can be left out.
         """
-        return self
+        return self, view.group.gamma
 
     def allocate(self, slots: int, capacity: int, encoder_capacity: int = 0) -> None:
         """Make room for `slots` rows of `capacity` tokens."""

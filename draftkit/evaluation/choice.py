@@ -9,14 +9,16 @@ Shapes: M tokens of an answer, K proposals, D depths, R ranks.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from draftkit.config import Config
 from draftkit.data.rollouts import Record
 from draftkit.decoding.catalogue import served_mode
+from draftkit.decoding.composite import HybridProposer
 from draftkit.decoding.ngrams import PromptLookup
 from draftkit.decoding.proposers import Proposer
 from draftkit.decoding.state import Group, RoundView, text_of
@@ -24,8 +26,9 @@ from draftkit.evaluation.alpha import PromptTotals
 from draftkit.evaluation.laws import OWN_LAW, is_chained, logits_of, proposed_laws, served_laws
 from draftkit.evaluation.walltime import MOST_GAMMA
 from draftkit.models.adapter import Adapter
-from draftkit.theory.acceptance import Rate
+from draftkit.theory.acceptance import Rate, by_position
 from draftkit.theory.speedup import Costs, by_gamma, factors, largest
+from draftkit.theory.verification import SAMPLED_MODES
 from draftkit.theory.warping import SamplingParams
 
 LOOKUP, HYBRID = "prompt_lookup", "hybrid"
@@ -47,30 +50,41 @@ def factors_of(taus: Sequence[Rate], alpha: float, costs: Costs) -> list[float]:
 
 
 def chosen_numbers(
-    ways: Mapping[str, Callable[[], Proposer]],
+    ways: Mapping[str, Proposer],
     costs: Mapping[str, Costs],
     scored: Mapping[str, PromptTotals],
     texts: Sequence[Record],
     config: Config,
-) -> dict[str, int]:
-    """The number of proposals, at least 1, of each way that pays most on `texts`.
+) -> dict[str, dict[str, int]]:
+    """The settings of `decode` with which each way is fastest on `texts`; a gamma is at least 1.
 
-    costs, scored: of each draft. The hybrid has the number of its draft, the last one. What counts
-    the training text keeps `Config.proposals`.
+    Of most ways it is `gamma` alone. A hybrid has three (`hybrid_numbers`), if the host sees its
+    guesses, rows are decoded alone, and it is not what is judged: then its costs mix two kinds of
+    rounds. What counts the training text keeps `Config.proposals`. costs, scored: of each draft, on
+    `texts`.
     """
-    mode = served_mode(config.decode) or "alpha"
-    gammas = dict.fromkeys(ways, config.proposals)
-    for name, make in ways.items():
-        guesser, draft = make(), name if name in scored else [*scored][-1]
-        if isinstance(guesser, PromptLookup):
-            free = replace(costs[draft], cost_ratio=0.0, draft_units={})  # guesses cost nothing
-            gained = by_gamma(guessed_lengths(guesser, texts), free)
-        elif config.decode.has_drafter:
-            gained = factors_of(taus_of(scored[draft], mode), math.nan, costs[draft])
-        else:
+    decode = config.decode
+    mode = served_mode(decode) or SAMPLED_MODES.get(decode.verification, "alpha")
+    chosen = dict[str, dict[str, int]]()
+    for name, one in ways.items():
+        draft = name if name in scored else [*scored][-1]
+        alone = config.evaluate.timing_batch_size == 1
+        if isinstance(one, HybridProposer) and alone and name != draft and not one.on_cuda:
+            shares = scored[draft].shares[mode]
+            chosen[name] = hybrid_numbers(texts, shares, costs[draft])
             continue
-        gammas[name] = 1 + largest(gained[1:])[0]
-    return gammas
+        gained = []
+        if isinstance(one, PromptLookup):
+            gained = by_gamma(guessed_lengths(one, texts), free(costs[draft]))
+        elif decode.has_drafter:
+            gained = factors_of(taus_of(scored[draft], mode), math.nan, costs[draft])
+        chosen[name] = {"gamma": 1 + largest(gained[1:])[0] if gained else config.proposals}
+    return chosen
+
+
+def free(costs: Costs) -> Costs:
+    """`costs` of proposals that cost nothing."""
+    return replace(costs, cost_ratio=0.0, draft_units={})
 
 
 def guessed_lengths(guesser: Proposer, contexts: Sequence[Record]) -> list[float]:
@@ -79,7 +93,7 @@ def guessed_lengths(guesser: Proposer, contexts: Sequence[Record]) -> list[float
     Whoever proposes, the text is the target's. A guess is accepted with the probability that the
     target's token is that guess, so in a text of the target it is accepted where it is its token.
     """
-    right = [correct(guesser, one) for one in contexts]
+    right = [[run or 0 for run in correct(guesser, one)] for one in contexts]
     tokens = sum(map(len, right))
 
     def passes(text: list[int], most: int) -> int:
@@ -92,8 +106,68 @@ def guessed_lengths(guesser: Proposer, contexts: Sequence[Record]) -> list[float
     return [tokens / sum(passes(text, most) for text in right) for most in numbers]
 
 
-def correct(guesser: Proposer, context: Record) -> list[int]:
-    """How many proposals in a row are the text's own tokens, guessed before each token [M]."""
+def hybrid_numbers(
+    texts: Sequence[Record], shares: Sequence[Tensor], costs: Costs
+) -> dict[str, int]:
+    """The settings of a hybrid with which it is expected to write `texts` in the least time.
+
+    gamma: tokens of a guess. draft_gamma: those that the draft proposes elsewhere, at most as many.
+    lookup_min: how many last tokens a guess rests on. shares: of each text, P(its token was an
+    accepted proposal of the draft | the token), [T] or [T, K], as
+    `theory.acceptance.rounds_of_texts` has them. costs: of the draft's rounds. What the draft reads
+    again behind guesses, and looking for these, takes no time here.
+    """
+    least = range(1, PromptLookup().max_ngram + 1)
+    runs = {n: [correct(PromptLookup(min_ngram=n), one) for one in texts] for n in least}
+    accepted = [by_position(one, MOST_GAMMA).tolist() for one in shares]
+
+    def seconds(gamma: int, draft_gamma: int, lookup_min: int) -> float:
+        counts = [
+            mixed_rounds(*text, gamma=gamma, draft_gamma=draft_gamma)
+            for text in zip(runs[lookup_min], accepted, strict=True)
+        ]
+        by_guess, by_draft = (sum(count) for count in zip(*counts, strict=True))
+        return by_guess * free(costs).round_at(gamma) + by_draft * costs.round_at(draft_gamma)
+
+    gammas = range(1, MOST_GAMMA + 1)
+    triples = [(gamma, own, n) for gamma in gammas for own in range(1, gamma + 1) for n in least]
+    best = min(triples, key=lambda triple: seconds(*triple))
+    return dict(zip(("gamma", "draft_gamma", "lookup_min"), best, strict=True))
+
+
+def mixed_rounds(
+    runs: Sequence[int | None],
+    accepted: Sequence[Sequence[float]],
+    *,
+    gamma: int,
+    draft_gamma: int,
+) -> tuple[float, float]:
+    """The rounds that a text is expected to take, by guesses where there are any, and by the draft.
+
+    runs: right guesses before each token [M]. accepted: share of each token by the position of the
+    proposal in its round [M, K].
+    """
+    begins = [1.0] + [0.0] * len(runs)  # P(a round begins with token t)
+    counts = [0.0, 0.0]
+    for t, run in enumerate(runs):
+        left = begins[t]  # P(the round has come so far)
+        counts[run is None] += left
+        if run is not None:
+            begins[min(t + min(run, gamma) + 1, len(runs))] += left
+            continue
+        for at in range(t, min(t + draft_gamma, len(runs))):
+            kept = left * accepted[at][at - t]
+            begins[at + 1] += left - kept
+            left = kept
+        begins[min(t + draft_gamma + 1, len(runs))] += left
+    return counts[0], counts[1]
+
+
+def correct(guesser: Proposer, context: Record) -> list[int | None]:
+    """How many proposals in a row are the text's own tokens, guessed before each token [M].
+
+    None where there is no guess.
+    """
     text = torch.tensor([*context.prompt_ids, *context.output_ids])
     length = torch.arange(len(context.prompt_ids), len(text))
     nothing, params = torch.zeros_like(length), SamplingParams.uniform(len(length))
@@ -107,7 +181,8 @@ def correct(guesser: Proposer, context: Record) -> list[int]:
     guess = guesser.propose(view, MOST_GAMMA)
     behind = torch.cat([text, text.new_full((MOST_GAMMA,), -1)]).unfold(0, MOST_GAMMA, 1)
     run = (guess.tokens == behind[length]).long().cumprod(1).sum(1)
-    return torch.minimum(run, guess.lengths).tolist()
+    runs = zip(torch.minimum(run, guess.lengths).tolist(), guess.lengths.tolist(), strict=True)
+    return [run if count else None for run, count in runs]
 
 
 @torch.inference_mode()

@@ -15,6 +15,7 @@ import torch
 from draftkit.config import Config, DraftConfig, EvaluateConfig, SamplingConfig
 from draftkit.data.rollouts import Record
 from draftkit.decoding.catalogue import proposer_of
+from draftkit.decoding.composite import HybridProposer
 from draftkit.decoding.graphs import compile_seconds
 from draftkit.decoding.ngrams import PromptLookup
 from draftkit.decoding.proposers import Proposer
@@ -120,7 +121,8 @@ def gather(
         }
     ways = ways_of(adapter, drafts, prompts, config, trees)
     plain = make_decoder(adapter, None, setting)
-    decoders = {name: make_decoder(adapter, make(), setting) for name, make in ways.items()}
+    proposers = {name: make() for name, make in ways.items()}
+    decoders = {name: make_decoder(adapter, one, setting) for name, one in proposers.items()}
     costs = dict[str, Costs]()
     calibrated = partial(calibrate, gammas=CALIBRATED_GAMMAS, note=note)
     for name in [name for name in decoders if name in drafts]:
@@ -129,15 +131,30 @@ def gather(
     gammas = dict.fromkeys(ways, setting.gamma)
     gammas |= {name: tree.depth for name, tree in trees.items()}
     if config.decode.gamma == "auto" and not trees:
-        gammas = chosen_numbers(ways, costs, score(others), others, config)
+        chosen = chosen_numbers(proposers, costs, score(others), others, config)
+        for name, numbers in chosen.items():
+            gammas[name] = numbers["gamma"]
+            if isinstance(one := proposers[name], HybridProposer):
+                one.draft_gamma, one.guesser.min_ngram = (
+                    numbers["draft_gamma"],
+                    numbers["lookup_min"],
+                )
+    hybrids = {
+        name: {"draft_gamma": one.drafts(gammas[name]), "lookup_min": one.guesser.min_ngram}
+        for name, one in proposers.items()
+        if isinstance(one, HybridProposer)
+    }
     note(", ".join(f"{name} {gamma}" for name, gamma in gammas.items()) + " proposals a round")
+    for name, one in hybrids.items():
+        note(f"{name}: {', '.join(f'{key} {number}' for key, number in one.items())}")
     for name, tree in trees.items():
         note(f"{name} proposes a tree of {tree.nodes} nodes, {tree.depth} deep")
-    note_untaught(drafts, gammas, note)
+    own = {name: numbers["draft_gamma"] for name, numbers in hybrids.items()}
+    note_untaught(drafts, gammas | own, note)
     note(f"wall time on {len(rows)} prompts, {options.timing_minutes:g} minutes at most")
-    drafted = {name: decoding(one, setting, gammas[name]) for name, one in decoders.items()}
+    drafting = {name: decoding(one, setting, gammas[name]) for name, one in decoders.items()}
     timed = time_ways(
-        {PLAIN: decoding(plain, setting)} | drafted,
+        {PLAIN: decoding(plain, setting)} | drafting,
         timed_prompts,
         prompts.calibration,
         batch_size=setting.batch_size,
@@ -145,6 +162,7 @@ def gather(
         minutes=options.timing_minutes,
         note=note,
     )
+    timed |= {name: replace(timed[name], hybrid=numbers) for name, numbers in hybrids.items()}
     compiling += compile_seconds()
     if setting.compiled:
         note(f"{compiling:.0f} s went into compiling; no measured time holds them")
@@ -278,9 +296,13 @@ def check_lossless(
         held = None if served else torch.float32
         loaded = {name: load_draft(draft, target, dtype=held) for name, draft in drafts.items()}
         ways = ways_of(target.adapter, loaded, prompts, config)
+        proposers = {name: make() for name, make in ways.items()}
+        for one in proposers.values():
+            if isinstance(one, HybridProposer):  # so that both of its numbers are checked
+                one.draft_gamma = 1
         return check_proposers(
             target.adapter,
-            {name: make() for name, make in ways.items()},
+            proposers,
             texts,
             max_new_tokens=options.max_new_tokens,
             gamma=max(config.proposals, 1),

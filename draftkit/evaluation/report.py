@@ -109,15 +109,23 @@ WAYS = {"prompt_lookup": "prompt lookup", "hybrid": "drafter + prompt lookup"}
 WAYS["before"] = "drafter before"
 
 
+HYBRID_SETTINGS = ("gamma", "draft_gamma", "lookup_min")
+
+
+def proposals_text(way: dict[str, Any]) -> str:
+    """K of a way; of a hybrid that of a guess, and that of its drafter: `5, 3`."""
+    return ", ".join(str(way[key]) for key in ("gamma", "draft_gamma") if key in way)
+
+
 def ways_table(summary: dict[str, Any]) -> Table:
     """Every way that was timed, at every temperature, the fastest first."""
     title = "all ways, end to end; *: the best of those that surely gain"
     rivals = max(len(one["ways"]) for one in summary["by_temperature"].values()) - 1
-    note = f"The best is chosen of {rivals}: all intervals but the judged way's are wider."
-    note = note if rivals > 1 else None
+    notes = [f"The best is chosen of {rivals}: all intervals but the judged way's are wider."]
+    notes = notes if rivals > 1 else []
     labels = Column("T", justify="right"), Column("", no_wrap=True)
     columns = *labels, *map(numeric, ("tokens/s", "speed-up", "tau", "K"))
-    table = Table(*columns, title=title, caption=note, min_width=72, **BARE)
+    table = Table(*columns, title=title, min_width=76, **BARE)
     for temperature, judged in summary["by_temperature"].items():
         ways = judged["ways"]
         best = max(ways, key=lambda name: ways[name]["speedup"]["end_to_end"]["mean"])
@@ -127,12 +135,16 @@ def ways_table(summary: dict[str, Any]) -> Table:
             name, whole = WAYS.get(key, key), one["speedup"]["end_to_end"]
             name += " *" * (key == judged["best_of"])
             rate, tau = one["tokens_per_second_end_to_end"], one["acceptance_length"]["mean"]
-            cells = f"{rate:.1f}", interval(whole, 2), f"{tau:.2f}", str(one["gamma"])
+            if "draft_gamma" in one:
+                settings = (f"decode.{name}={one[name]}" for name in HYBRID_SETTINGS)
+                notes.append(f"{key}, T = {temperature}: {' '.join(settings)}")
+            cells = f"{rate:.1f}", interval(whole, 2), f"{tau:.2f}", proposals_text(one)
             rows.append((whole["mean"], name, *cells))
         for number, (_, *cells) in enumerate(sorted(rows, reverse=True)):
             table.add_row(
                 "" if number else temperature, *cells, end_section=number == len(rows) - 1
             )
+    table.caption = "\n".join(notes) or None
     return table
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from draftkit.config import Config, SamplingConfig
 from draftkit.decoding.catalogue import served_mode
@@ -208,6 +209,7 @@ def ways_beside(
     for name, key in named.items():
         one = timed[key]
         ways[name] = {
+            **one.hybrid,
             "gamma": one.gamma,
             "acceptance_length": count_rounds(one)["acceptance_length"],
             "tokens_per_second": one.rounds.mean,
@@ -300,7 +302,8 @@ def count_rounds(timed: Timed) -> dict[str, Any]:
         rate = timed.of_prompts(pairs)
         return proportion(rate).as_dict() if rate.counts.sum() > 0 else None
 
-    histogram = torch.tensor([c.accept_counts for c in done], dtype=torch.float64).sum(0)
+    counts = [torch.tensor(c.accept_counts, dtype=torch.float64) for c in done]
+    histogram = pad_sequence(counts, batch_first=True).sum(0)  # rounds may differ in gamma
     return {
         "alpha_decoding": stated(*((c.acceptance_total, c.tested) for c in done)),
         "acceptance_rate": stated(*((c.accepted, c.drafted) for c in done)),

@@ -79,12 +79,13 @@ class Timed:
 
     documents: what each prompt belongs to, those that were not timed included; empty where each is
     a document of its own. What is one observation of time is a document where rows are decoded
-    alone, else a batch. gamma: proposals a round.
+    alone, else a batch. gamma: proposals a round. hybrid: of a hybrid, its other settings.
     """
 
     chunks: list[Chunk] = field(default_factory=list)
     documents: Sequence[Hashable] = ()
     gamma: int = 0
+    hybrid: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def completions(self) -> list[Completion]:

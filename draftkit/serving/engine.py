@@ -75,6 +75,8 @@ class Engine:
         self.slots = serve.slots
         self._serve = serve
         self._gamma = decoding.proposals
+        # A policy knows one number: a hybrid that has two keeps them.
+        self._adapts = serve.adapts and self._gamma > 0 and decoding.draft_gamma is None
         self._detokenize = detokenize
         if 0 < recorder.top_k < TOP_LOGPROBS:
             raise ValueError(
@@ -155,7 +157,7 @@ class Engine:
     def start(self) -> None:
         """Load the current drafters, measure what rounds cost, and serve from then on."""
         self.drafters.poll()
-        if self._serve.adapts and self._gamma > 0:
+        if self._adapts:
             proposer_id = next(iter(self.drafters.routes))
             self.decoder.gamma_policy = measured_policy(self.decoder, proposer_id, self._gamma)
         self._beat = time.monotonic()

@@ -18,6 +18,7 @@ from draftkit.artifacts import read_json, write_text
 from draftkit.config import Config
 from draftkit.decoding.ngrams import PromptLookup
 from draftkit.evaluation.choice import HYBRID, LOOKUP, guessed_lengths
+from draftkit.evaluation.report import proposals_text
 from draftkit.models.files import ModelFolder
 from draftkit.models.loading import weight_count
 from draftkit.templates import interval, render
@@ -103,7 +104,7 @@ def row(name: str, way: dict[str, Any], costs: dict[str, Any] | None = None) -> 
     known = [f"{costs[key]:.3f}" for key in ("cost_ratio", "verify_ratio")] if costs else ["", ""]
     gain = interval(way["speedup"]["end_to_end"], 2)
     speed = f"{way['tokens_per_second_end_to_end']:.1f}"
-    return [name, way["gamma"], interval(way["acceptance_length"], 2), *known, speed, gain]
+    return [name, proposals_text(way), interval(way["acceptance_length"], 2), *known, speed, gain]
 
 
 def tables(drafters: Sequence[Judged], guessed: Mapping[str, Sequence[float]]) -> Iterator[str]:

@@ -99,6 +99,10 @@ def hybrid_head(names: dict[str, Any], draft: TabularAdapter) -> Proposer:
     return names["HybridProposer"](PromptLookup(min_ngram=2), HeadProposer(made))
 
 
+def hybrid_of_one(names: dict[str, Any], draft: TabularAdapter) -> Proposer:
+    return names["HybridProposer"](PromptLookup(), DraftModelProposer(draft), draft_gamma=1)
+
+
 TREE = tree_of([0, 0, 1, 1, 2], [0, 1, 0, 2, 1])
 
 
@@ -125,6 +129,7 @@ MAKERS: dict[str, Make] = {
     "staged once": staged_once,
     "hybrid": hybrid,
     "hybrid of parallel": hybrid_parallel,
+    "hybrid whose drafter proposes one token": hybrid_of_one,
 }
 SHIPPED = vars(proposers) | vars(composite)
 

@@ -375,9 +375,9 @@ def test_proposals_of_a_head_depend_on_the_text_alone(kind: str) -> None:
         committed = [decoder.round()[0].committed[0] for _ in range(rounds)]
         (group,) = decoder._groups()
         with torch.inference_mode():
-            proposal, _ = decoder._propose(RoundInputs(group, decoder.capacity))
+            inputs, _ = decoder._propose(RoundInputs(group, decoder.capacity))
         text = decoder.state.tokens[0, : decoder.state.length[0]].tolist()
-        return text, proposal.tokens, max(committed, default=0)
+        return text, inputs.proposal.tokens, max(committed, default=0)
 
     most = 0
     for rounds in range(1, 9):

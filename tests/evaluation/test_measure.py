@@ -17,7 +17,7 @@ from draftkit.config import (
     TargetConfig,
 )
 from draftkit.data.rollouts import Record
-from draftkit.decoding.catalogue import PROPOSERS
+from draftkit.decoding.catalogue import PROPOSERS, proposer_of
 from draftkit.decoding.generation import Completion
 from draftkit.evaluation import measure, walltime
 from draftkit.evaluation.alpha import PromptTotals
@@ -243,6 +243,14 @@ def test_each_draft_is_judged_as_it_is_served(name):
         assert found["after"].weights() == {}
     expected = PROPOSERS[name](lambda: drafts["after"], lambda: [[1, 2], [3, 4]], target)
     assert found["after"].signature == expected.signature
+
+
+def test_the_settings_of_a_hybrid_reach_it():
+    decode = DecodeConfig(gamma=5, proposer="hybrid", draft_gamma=3, lookup_min=1)
+    target = random_adapter(8, 1)
+    made = proposer_of(replace(CONFIG, decode=decode), lambda: target, list, target)
+    assert (made.drafts(5), made.guesser.min_ngram) == (3, 1)
+    assert made.drafts(2) == 2  # never more than a guess has
 
 
 @pytest.fixture(scope="module")

@@ -160,13 +160,17 @@ def test_all_ways_stand_in_one_table_the_fastest_first_at_every_temperature():
     ways = {
         "prompt_lookup": timed_way(1.44, 7),
         "drafter": timed_way(1.08, 1),
-        "hybrid": timed_way(1.62, 3),
+        "hybrid": timed_way(1.62, 12) | {"draft_gamma": 3, "lookup_min": 1},
         "before": timed_way(0.61),
     }
     greedy = {**ways, "drafter": timed_way(1.7), "hybrid": timed_way(1.69)}
     warm, cold = {"ways": ways, "best_of": "hybrid"}, {"ways": greedy, "best_of": "none"}
-    rows = shown_rows(ways_table({"by_temperature": {"0.2": warm, "0": cold}}))
-    assert rows[0] == ["0.2", "drafter + prompt lookup *", "81.0", "1.62 [1.57, 1.67]", "1.23", "3"]
+    table = ways_table({"by_temperature": {"0.2": warm, "0": cold}})
+    rows = shown_rows(table)
+    shown = ["0.2", "drafter + prompt lookup *", "81.0", "1.62 [1.57, 1.67]", "1.23", "12, 3"]
+    assert rows[0] == shown
+    settings = "hybrid, T = 0.2: decode.gamma=12 decode.draft_gamma=3 decode.lookup_min=1"
+    assert settings in printed(table)
     names = ["drafter + prompt lookup *", "prompt lookup", "drafter", "plain", "drafter before"]
     assert [row[1] for row in rows[:5]] == names
     assert rows[3][2:] == ["50.0", "1", "1", "0"]

@@ -48,6 +48,8 @@ WRONG: dict[str, list[Any]] = {
     "target.urls": [["localhost:8000/v1"], ["http://me:secret@host/v1"]],
     "decode.gamma": [-1, "best"],
     "decode.verification": ["lenient"],
+    "decode.draft_gamma": [0, 5],
+    "decode.lookup_min": [0, 4],
     "decode.tree": [-1, 65],
     "decode.typical_epsilon": [0, 1.5],
     "optim.compile": ["yes"],

@@ -25,9 +25,8 @@ class DecodeConfig(Section, key="decode"):
 
     gamma: int | str = setting(
         4,
-        "tokens proposed a round (K); auto: `evaluate` finds what pays most, also of "
-        "draft_gamma and lookup_min, else 4, "
-        "or what a parallel drafter learned",
+        "tokens proposed a round (K); auto: `evaluate` finds what pays most, of a hybrid also "
+        "draft_gamma and lookup_min; else 4, or what a parallel drafter learned",
         "[0, 32]",
         also="auto",
     )
@@ -58,6 +57,9 @@ class DecodeConfig(Section, key="decode"):
         super().__post_init__()
         if self.proposer == "none":
             self.gamma = 0
+        elif isinstance(self.gamma, int):
+            rule = f"be at most decode.gamma={self.gamma}"
+            self.require((self.draft_gamma or 0) <= self.gamma, "draft_gamma", rule)
         if self.tree > 0:
             rule = "be sampled or argmax with decode.tree, which needs a law of every depth"
             self.require(self.proposer in TREE_NAMES, "proposer", rule)

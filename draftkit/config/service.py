@@ -23,8 +23,8 @@ class ServeConfig(Section, key="serve"):
     request_seconds: float = positive(300.0, "seconds after which a request is given up")
     adapts: bool = setting(
         True,
-        "gamma follows load and acceptance; not with decode.draft_gamma, nor where a request has "
-        "a seed",
+        "gamma follows load and acceptance; not of a hybrid with decode.draft_gamma, nor where a "
+        "request has a seed",
     )
 
 

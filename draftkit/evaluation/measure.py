@@ -128,23 +128,13 @@ def gather(
     for name in [name for name in decoders if name in drafts]:
         note(f"calibrating {name}: what its rounds cost, on other prompts")
         costs[name] = calibrated(plain, decoders[name], prompts.calibration, setting)
-    gammas = dict.fromkeys(ways, setting.gamma)
-    gammas |= {name: tree.depth for name, tree in trees.items()}
+    chosen = {name: {"gamma": setting.gamma} for name in ways}
+    chosen |= {name: {"gamma": tree.depth} for name, tree in trees.items()}
     if config.decode.gamma == "auto" and not trees:
         chosen = chosen_numbers(proposers, costs, score(others), others, config)
-        for name, numbers in chosen.items():
-            gammas[name] = numbers["gamma"]
-            if isinstance(one := proposers[name], HybridProposer):
-                one.draft_gamma, one.guesser.min_ngram = (
-                    numbers["draft_gamma"],
-                    numbers["lookup_min"],
-                )
-    hybrids = {
-        name: {"draft_gamma": one.drafts(gammas[name]), "lookup_min": one.guesser.min_ngram}
-        for name, one in proposers.items()
-        if isinstance(one, HybridProposer)
-    }
+    gammas = {name: numbers["gamma"] for name, numbers in chosen.items()}
     note(", ".join(f"{name} {gamma}" for name, gamma in gammas.items()) + " proposals a round")
+    hybrids = set_hybrids(proposers, chosen)
     for name, one in hybrids.items():
         note(f"{name}: {', '.join(f'{key} {number}' for key, number in one.items())}")
     for name, tree in trees.items():
@@ -177,6 +167,23 @@ def gather(
         {**lossless, **{name: lossless[key] for name, key in same.items()}},
         compiling,
     )
+
+
+def set_hybrids(
+    proposers: Mapping[str, Proposer], chosen: Mapping[str, Mapping[str, int]]
+) -> dict[str, dict[str, int]]:
+    """Give hybrids, in place, what is `chosen` for them; return their settings beside gamma."""
+    hybrids = {name: one for name, one in proposers.items() if isinstance(one, HybridProposer)}
+    for name, one in hybrids.items():
+        one.draft_gamma = chosen[name].get("draft_gamma", one.draft_gamma)
+        one.guesser.min_ngram = chosen[name].get("lookup_min", one.guesser.min_ngram)
+    return {
+        name: {
+            "draft_gamma": one.drafts(chosen[name]["gamma"]),
+            "lookup_min": one.guesser.min_ngram,
+        }
+        for name, one in hybrids.items()
+    }
 
 
 def note_untaught(

@@ -109,9 +109,6 @@ WAYS = {"prompt_lookup": "prompt lookup", "hybrid": "drafter + prompt lookup"}
 WAYS["before"] = "drafter before"
 
 
-HYBRID_SETTINGS = ("gamma", "draft_gamma", "lookup_min")
-
-
 def proposals_text(way: dict[str, Any]) -> str:
     """K of a way; of a hybrid that of a guess, and that of its drafter: `5, 3`."""
     return ", ".join(str(way[key]) for key in ("gamma", "draft_gamma") if key in way)
@@ -136,8 +133,9 @@ def ways_table(summary: dict[str, Any]) -> Table:
             name += " *" * (key == judged["best_of"])
             rate, tau = one["tokens_per_second_end_to_end"], one["acceptance_length"]["mean"]
             if "draft_gamma" in one:
-                settings = (f"decode.{name}={one[name]}" for name in HYBRID_SETTINGS)
-                notes.append(f"{key}, T = {temperature}: {' '.join(settings)}")
+                keys = "gamma", "draft_gamma", "lookup_min"
+                settings = " ".join(f"decode.{setting}={one[setting]}" for setting in keys)
+                notes.append(f"{key}, T = {temperature}: {settings}")
             cells = f"{rate:.1f}", interval(whole, 2), f"{tau:.2f}", proposals_text(one)
             rows.append((whole["mean"], name, *cells))
         for number, (_, *cells) in enumerate(sorted(rows, reverse=True)):

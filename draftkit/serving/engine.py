@@ -76,7 +76,8 @@ class Engine:
         self._serve = serve
         self._gamma = decoding.proposals
         # A policy knows one number: a hybrid that has two keeps them.
-        self._adapts = serve.adapts and self._gamma > 0 and decoding.draft_gamma is None
+        has_two = decoding.proposer == "hybrid" and decoding.draft_gamma is not None
+        self._adapts = serve.adapts and self._gamma > 0 and not has_two
         self._detokenize = detokenize
         if 0 < recorder.top_k < TOP_LOGPROBS:
             raise ValueError(

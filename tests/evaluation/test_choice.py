@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from draftkit.config import Config, DecodeConfig, SamplingConfig
+from draftkit.config import Config, DecodeConfig, EvaluateConfig, SamplingConfig
 from draftkit.decoding.composite import HybridProposer
 from draftkit.decoding.generation import decode, make_requests
 from draftkit.decoding.ngrams import PromptLookup
@@ -117,9 +117,12 @@ def test_a_hybrid_gets_the_settings_with_which_greedy_decoding_takes_least_time(
         return by_guess * guess + by_draft * COSTS.round_at(draft_gamma)
 
     least = seconds(**chosen)
-    for key, values in {"gamma": (3, 12), "draft_gamma": (1, 3), "lookup_min": (1, 2, 3)}.items():
-        for value in values:
-            assert seconds(**chosen | {key: value}) >= least
+    tried = {"gamma": (3, 12), "draft_gamma": (1, 2, 3), "lookup_min": (1, 2, 3)}
+    others = [chosen | {key: value} for key, values in tried.items() for value in values]
+    others += [{"gamma": 6, "draft_gamma": 2, "lookup_min": n} for n in (1, 3)]
+    others = [one for one in others if one["draft_gamma"] <= one["gamma"]]
+    assert all(seconds(**one) >= least for one in others)
+    assert any(seconds(**one) > 1.05 * least for one in others)
 
 
 def test_without_guesses_the_expected_rounds_are_those_of_the_draft_alone():
@@ -133,7 +136,7 @@ def test_without_guesses_the_expected_rounds_are_those_of_the_draft_alone():
         assert by_draft == pytest.approx(float(alone))
 
 
-def chosen(alpha, costs=COSTS, **decode):
+def chosen(alpha, costs=COSTS, batch_size=1, **decode):
     target = random_adapter(8, 0)
     texts = records_of(decoded(target, 8, 30), SERVED)
     shares = {mode: [torch.full((30,), alpha)] * 8 for mode in MODES}
@@ -145,7 +148,8 @@ def chosen(alpha, costs=COSTS, **decode):
         "hybrid": HybridProposer(PromptLookup(), DraftModelProposer(draft)),
         "prompt_lookup": PromptLookup(),
     }
-    config = Config(decode=DecodeConfig(gamma="auto", **decode))
+    evaluate = EvaluateConfig(timing_batch_size=batch_size)
+    config = Config(decode=DecodeConfig(gamma="auto", **decode), evaluate=evaluate)
     return chosen_numbers(ways, {"after": costs}, {"after": scored}, texts, config), texts
 
 
@@ -170,6 +174,14 @@ def test_a_hybrid_drafts_by_what_drafts_cost_and_guesses_whatever_they_cost():
     cheap, costly = (chosen(0.8, costs)[0]["hybrid"] for costs in (COSTS, dear))
     assert cheap["draft_gamma"] > costly["draft_gamma"] == 1
     assert costly["gamma"] > 1
+
+
+def test_a_hybrid_has_the_number_of_its_draft_where_rows_share_rounds_and_on_cuda(monkeypatch):
+    assert len(chosen(0.5)[0]["hybrid"]) == 3
+    found, _ = chosen(0.5, batch_size=4)
+    assert found["hybrid"] == found["after"]
+    monkeypatch.setattr(HybridProposer, "on_cuda", True)
+    assert chosen(0.5)[0]["hybrid"] == found["after"]
 
 
 def test_a_drafter_of_one_pass_is_given_more_proposals_than_one_of_many():

@@ -350,10 +350,30 @@ def test_what_the_check_in_float32_takes_is_known_from_shapes(folder):
     assert 8 * count < float32_bytes(target, drafts) < 1.3 * 8 * count  # target and drafter
 
 
-def test_costs_are_measured_on_the_decoders_that_are_timed(folder, monkeypatch):
-    """Two decoders of one model need not be as fast: of each draft its own, and one plain one."""
+def gathered(folder, decode, **evaluate):
+    """All that is measured of a draft that stands for the one before it too."""
     target = load_target(TargetConfig(path=str(folder / "target")), HardwareConfig(device="cpu"))
     draft = load_draft(DraftConfig(path=str(folder / "draft")), target)
+    who = {"sampler": "target", "sampler_version": "", "sampling": {}, "seed": 0}
+    texts = [
+        Record(prompt_ids=prompt, output_ids=[1, 2, 3], row=row, **who)
+        for row, prompt in enumerate(tiny.prompts([5, 6]))
+    ]
+    return gather(
+        target,
+        {"before": draft, "after": draft},
+        contexts=texts,
+        others=texts,
+        prompts=Prompts(tiny.prompts([5, 6]), tiny.prompts([4])),
+        sampling=SERVED,
+        lossless=dict.fromkeys(("before", "after"), Losslessness(1, 0, 0)),
+        config=Config(decode=decode, evaluate=EvaluateConfig(max_new_tokens=4, **evaluate)),
+        note=lambda line: None,
+    )
+
+
+def test_costs_are_measured_on_the_decoders_that_are_timed(folder, monkeypatch):
+    """Two decoders of one model need not be as fast: of each draft its own, and one plain one."""
     calibrated, timed = list[int](), list[tuple[int, int]]()
     real_calibrate, real_batch = measure.calibrate, walltime.timed_batch
 
@@ -368,25 +388,7 @@ def test_costs_are_measured_on_the_decoders_that_are_timed(folder, monkeypatch):
     monkeypatch.setattr(measure, "calibrate", calibrate)
     monkeypatch.setattr("draftkit.evaluation.costs.ROUNDS", 2)
     monkeypatch.setattr(walltime, "timed_batch", timed_batch)
-    who = {"sampler": "target", "sampler_version": "", "sampling": {}, "seed": 0}
-    texts = [
-        Record(prompt_ids=prompt, output_ids=[1, 2, 3], row=row, **who)
-        for row, prompt in enumerate(tiny.prompts([5, 6]))
-    ]
-    found = gather(
-        target,
-        {"before": draft, "after": draft},
-        contexts=texts,
-        others=texts,
-        prompts=Prompts(tiny.prompts([5, 6]), tiny.prompts([4])),
-        sampling=SERVED,
-        lossless=dict.fromkeys(("before", "after"), Losslessness(1, 0, 0)),
-        config=Config(
-            decode=DecodeConfig(gamma=2, compile="false"),
-            evaluate=EvaluateConfig(max_new_tokens=4),
-        ),
-        note=lambda line: None,
-    )
+    found = gathered(folder, DecodeConfig(gamma=2, compile="false"))
     plain, before, again, after = calibrated
     assert plain == again
     assert len({plain, before, after}) == 3
@@ -396,3 +398,23 @@ def test_costs_are_measured_on_the_decoders_that_are_timed(folder, monkeypatch):
     )
     assert {*timed} > {(plain, 0), (before, 2), (after, 2)}
     assert len({decoder for decoder, _ in timed}) == 5  # prompt lookup and the hybrid beside them
+
+
+@pytest.mark.parametrize("of_both", [True, False])
+def test_what_is_chosen_for_a_hybrid_is_timed_and_stated(folder, monkeypatch, of_both):
+    both = {"draft_gamma": 2, "lookup_min": 1} if of_both else {}
+    chosen = {key: {"gamma": 3} for key in ("before", "after", "prompt_lookup")}
+    chosen["hybrid"] = {"gamma": 5, **both}
+    monkeypatch.setattr(measure, "chosen_numbers", lambda *_: chosen)
+    monkeypatch.setattr("draftkit.evaluation.costs.ROUNDS", 2)
+    timed = gathered(folder, DecodeConfig(gamma="auto", compile="false")).timed["hybrid"]
+    assert timed.gamma == 5
+    assert timed.hybrid == (both or {"draft_gamma": 5, "lookup_min": 2})
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_a_hybrid_that_is_judged_itself_has_one_number(folder, monkeypatch, batch_size):
+    monkeypatch.setattr("draftkit.evaluation.costs.ROUNDS", 2)
+    decode = DecodeConfig(gamma="auto", proposer="hybrid", compile="false")
+    timed = gathered(folder, decode, timing_batch_size=batch_size).timed["after"]
+    assert timed.hybrid == {"draft_gamma": timed.gamma, "lookup_min": 2}

@@ -138,6 +138,7 @@ def serving(
     verification: str = "speculative",
     started: bool = True,
     proposer: str = "sampled",
+    draft_gamma: int | None = None,
     **serve: Any,
 ) -> Iterator[Engine]:
     """A running engine of `target` and one drafter a route: `make` makes each of them."""
@@ -152,7 +153,13 @@ def serving(
         detokenize=detokenize,
         eos_token_ids=eos,
         serve=ServeConfig(**settings | serve),
-        decoding=DecodeConfig(gamma=gamma, compile="false", verification=verification),
+        decoding=DecodeConfig(
+            gamma=gamma,
+            compile="false",
+            verification=verification,
+            proposer=proposer,
+            draft_gamma=draft_gamma,
+        ),
         recorder=Recorder(disk or Mock(Buffer), buffer or BufferConfig(top_k=24)),
     )
     with patch("draftkit.serving.drafters.POLL_SECONDS", 0.01):

@@ -55,6 +55,12 @@ def test_greedy_answers_are_the_targets_whoever_joins_and_leaves() -> None:
     assert 0 < tally.acceptance <= tally.tested
 
 
+@pytest.mark.parametrize(("proposer", "adapts"), [("hybrid", False), ("sampled", True)])
+def test_a_hybrid_of_two_numbers_keeps_them(proposer: str, adapts: bool) -> None:
+    with serving(adapts=True, proposer=proposer, draft_gamma=1) as engine:
+        assert (engine.decoder.gamma_policy is not None) == adapts
+
+
 def test_adapting_answers_are_the_targets_and_a_seeded_one_says_the_same_in_company() -> None:
     with serving(adapts=True, slots=8) as engine:
         assert engine.decoder.gamma_policy is not None  # rounds have been measured

@@ -25,15 +25,16 @@ class DecodeConfig(Section, key="decode"):
 
     gamma: int | str = setting(
         4,
-        "tokens proposed a round (K); auto: `evaluate` finds what pays most, of a hybrid also "
-        "draft_gamma and lookup_min; else 4, or what a parallel drafter learned",
+        "tokens proposed a round (K); auto: `evaluate` finds what pays most, else 4, "
+        "or what a parallel drafter learned",
         "[0, 32]",
         also="auto",
     )
     proposer: str = choice("sampled", "who proposes", **PROPOSER_NAMES)
     draft_gamma: int | None = positive(
         None,
-        "tokens that the drafter of a hybrid proposes, at most K; null, or on CUDA: K",
+        "tokens that the drafter of a hybrid proposes, at most K; null, or on CUDA: K; with "
+        "gamma=auto `evaluate` finds this and lookup_min",
     )
     lookup_min: int = setting(
         2, "how many last tokens must occur earlier in the text before a hybrid guesses", "[1, 3]"

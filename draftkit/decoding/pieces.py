@@ -7,12 +7,12 @@ takes some 20 microseconds, so layers of less weight than `LAYER_BYTES` stay tog
 
 oneDNN reads a matrix of half precision at twice the rate where it has arranged it before, in one
 order for any few tokens. Weights are arranged once for all graphs, and again after they were
-written to; those that are applied to the same states are joined.
+written to; those that are applied to the same states are joined, as are levels of four bits.
 """
 
 import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,9 +29,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 LAYER_BYTES = 4 << 20
 PACK_BYTES = 4 << 30  # of the weights of a graph that are held once more, packed
 HALVES = (torch.bfloat16, torch.float16)
+INT4: Any = torch.ops.aten._weight_int4pack_mm_for_cpu
+INT4_ROWS = 64  # of a block of its weights: whole blocks can stand one below the other
 
 _code: dict[str, Callable[..., Any]] = {}  # of pieces, by what they do
-_packed: Any = WeakTensorKeyDictionary()  # the first weight -> (what was joined to it, packed)
+_joined: Any = WeakTensorKeyDictionary()  # the first weight -> (what was joined to it, as one)
 
 
 @torch.library.custom_op("draftkit::packed_linear", mutates_args=())
@@ -43,6 +45,13 @@ def packed_linear(states: Tensor, weight: Tensor) -> Tensor:
 @packed_linear.register_fake
 def _(states: Tensor, weight: Tensor) -> Tensor:
     return states.new_empty(*states.shape[:-1], weight.shape[0])
+
+
+# What stands for products of the same states, and along which dimension each argument is joined.
+JOINED: dict[Any, tuple[Any, dict[int, int]]] = {
+    torch._C._nn.linear: (torch.ops.draftkit.packed_linear.default, {1: 0}),
+    INT4: (INT4, {1: 0, 3: 1}),
+}
 
 
 # The compiler takes packed weights as constants only; here they are inputs, which it takes for
@@ -59,7 +68,7 @@ def by_layers(
     own = Graph()  # the caller still reads its own
     own.output(own.graph_copy(graph.graph, {}))
     graph = GraphModule(graph, own)
-    joined_inputs = _pack_linear(graph) if packs else []
+    joins = _join_products(graph) if packs else []
     parts, root = _parts(graph), torch.nn.Module()
     whole = split_module(graph, root, parts.__getitem__, keep_original_order=True)
     values = {node.name: node.meta.get("example_value") for node in graph.graph.nodes}
@@ -69,12 +78,12 @@ def by_layers(
         called: Any = torch.nn.Module()
         called.forward = _compiled(piece, examples)
         setattr(whole, name, called)
-    flat = [i for joined in joined_inputs for i in joined]
-    packed: list[Tensor] = []
-    state: list[tuple[Any, int]] = []  # of the weights that `packed` is made of
+    flat = [i for own, _ in joins for i in own]
+    joined: list[Tensor] = []
+    state: list[tuple[Any, int]] = []  # of the weights that `joined` is made of
 
     def forget(_: Any) -> None:
-        packed.clear()
+        joined.clear()
         state.clear()
 
     def run(*arguments: Any) -> Any:
@@ -82,9 +91,9 @@ def by_layers(
         known = zip(state, weights, strict=True) if state else ()
         # Models of one shape share a graph: their weights may be as often written to.
         if not known or any(r() is not w or v != _version(w) for (r, v), w in known):
-            packed[:] = [_pack([arguments[i] for i in joined]) for joined in joined_inputs]
+            joined[:] = [_join([arguments[i] for i in own], along) for own, along in joins]
             state[:] = [(weakref.ref(weight, forget), _version(weight)) for weight in weights]
-        return whole.forward(*arguments, *packed)
+        return whole.forward(*arguments, *joined)
 
     return run
 
@@ -136,39 +145,44 @@ def _layer(node: Node) -> str:
     return ""
 
 
-def _pack_linear(graph: GraphModule) -> list[list[int]]:
-    """Let products with weights of half precision read packed ones, which become further inputs.
+def _join_products(graph: GraphModule) -> list[tuple[list[int], int]]:
+    """Let products of the same states read their weights as one, which become further inputs.
 
-    Returns of which inputs each is made. Products of the same states are joined. None are where
-    the weights are too large to be held twice.
+    Weights of half precision are packed too, levels of four bits (`models.rounded`) are as they
+    come. Returns of which inputs each is made, and along which dimension. None are where the
+    weights are too large to be held twice.
     """
     numbers = {node: i for i, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
-    groups: dict[Node, list[Node]] = {}
-    for node in graph.graph.find_nodes(op="call_function", target=torch._C._nn.linear):
-        states, weight, *bias = node.args
-        is_half = weight in numbers and weight.meta["example_value"].dtype in HALVES
-        if is_half and not any(bias) and not node.kwargs:
-            groups.setdefault(states, []).append(node)
-    read: set[Any] = {node.args[1] for nodes in groups.values() for node in nodes}
+    groups: dict[Any, list[Node]] = {}
+    for product in JOINED:
+        for node in graph.graph.find_nodes(op="call_function", target=product):
+            if states := _joinable(node, numbers):
+                groups.setdefault((product, states), []).append(node)
+    groups = {key: nodes for key, nodes in groups.items() if key[0] != INT4 or len(nodes) > 1}
+    joined = [(nodes, index) for (one, _), nodes in groups.items() for index in JOINED[one][1]]
+    read: set[Any] = {node.args[index] for nodes, index in joined for node in nodes}
     if sum(weight.meta["example_value"].nbytes for weight in read) > PACK_BYTES:
         return []
-    last, made = [*numbers][-1], []
-    for states, nodes in groups.items():
-        weights: list[Any] = [node.args[1] for node in nodes]
-        values = [weight.meta["example_value"] for weight in weights]
-        made.append([numbers[weight] for weight in weights])
-        with graph.graph.inserting_after(last):
-            last = graph.graph.placeholder(f"packed_{len(made)}")
-        rows = [len(value) for value in values]
-        last.meta["example_value"] = values[0].new_empty(sum(rows), values[0].shape[1])
+    last, made = [*numbers][-1], list[tuple[list[int], int]]()
+    for (one, _), nodes in groups.items():
+        product, dimensions = JOINED[one]
+        arguments = [argument for argument in nodes[0].args if argument is not None]
+        for index, dimension in dimensions.items():
+            weights: list[Any] = [node.args[index] for node in nodes]
+            values = [weight.meta["example_value"] for weight in weights]
+            made.append(([numbers[weight] for weight in weights], dimension))
+            with graph.graph.inserting_after(last):
+                last = graph.graph.placeholder(f"joined_{len(made)}")
+            last.meta["example_value"] = torch.cat(values, dimension).detach()
+            arguments[index] = last
         with graph.graph.inserting_before(nodes[0]):
-            joined = graph.graph.call_function(
-                torch.ops.draftkit.packed_linear.default, (states, last)
-            )
-            joined.meta = dict(nodes[0].meta)
+            whole = graph.graph.call_function(product, tuple(arguments))
+            whole.meta = dict(nodes[0].meta)
             before = 0
-            for node, count in zip(nodes, rows, strict=True):
-                own = graph.graph.call_function(torch.narrow, (joined, -1, before, count))
+            for node in nodes:
+                weight: Any = node.args[1]
+                count = len(weight.meta["example_value"])
+                own = graph.graph.call_function(torch.narrow, (whole, -1, before, count))
                 own.meta, before = dict(node.meta), before + count
                 node.replace_all_uses_with(own)
                 graph.graph.erase_node(node)
@@ -176,14 +190,28 @@ def _pack_linear(graph: GraphModule) -> list[list[int]]:
     return made
 
 
-def _pack(weights: list[Tensor]) -> Tensor:
-    """`weights` one below the other, packed once for all graphs that join the same."""
+def _joinable(node: Node, numbers: Mapping[Node, int]) -> Any:
+    """The states that a product reads, if its weights can be joined to others; else None."""
+    arguments: Any = node.args
+    states, weight, *others = arguments
+    if weight not in numbers:
+        return None
+    value = weight.meta["example_value"]
+    if node.target is INT4:
+        states = states.args[0] if states.target == "reshape" else states  # each for itself
+        return states if len(value) % INT4_ROWS == 0 else None
+    return states if value.dtype in HALVES and not any(others) and not node.kwargs else None
+
+
+def _join(weights: list[Tensor], dimension: int) -> Tensor:
+    """`weights` as one, made once for all graphs that join the same; in half precision packed."""
     state = [(id(weight), _version(weight)) for weight in weights]
-    known = _packed.get(weights[0])
+    known = _joined.get(weights[0])
     if known is None or known[0] != state:
-        joined = torch.cat(weights) if len(weights) > 1 else weights[0]
-        known = state, torch.ops.mkldnn._reorder_linear_weight(joined.detach())
-        _packed[weights[0]] = known
+        one = torch.cat(weights, dimension) if len(weights) > 1 else weights[0]
+        is_matrix = one.ndim == 2 and one.dtype in HALVES
+        known = state, torch.ops.mkldnn._reorder_linear_weight(one.detach()) if is_matrix else one
+        _joined[weights[0]] = known
     return known[1]
 
 

@@ -1,5 +1,6 @@
 """A target in 4 bits: its weights, the product that reads them, and what it refuses."""
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from draftkit.api import load_pair
 from draftkit.config import HardwareConfig, SamplingConfig, TargetConfig
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.generation import finish, make_requests
+from draftkit.decoding.pieces import _join_products, by_layers
 from draftkit.models.files import model_sha256
 from draftkit.models.loading import load_target, save_model, save_rounded
 from draftkit.models.rounded import GROUP, LEVELS, MOST_TOKENS, Packed, grid, weights_of
@@ -94,6 +97,41 @@ def test_a_bias_is_added(bias: bool) -> None:
     module.packed, module.grids = convert(levels.int(), 1), grids  # type: ignore[attr-defined]
     with torch.no_grad():
         torch.testing.assert_close(module(states), expected, atol=0.02, rtol=0.02)
+
+
+class Projections(nn.Module):
+    """Four matrices that read the same states: two of whole blocks, with a bias or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, outputs in {"q": 128, "k": 64, "v": 64, "short": 48}.items():
+            matrix = nn.Linear(2 * GROUP, outputs, bias=name == "k", dtype=torch.bfloat16)
+            levels, grids = grid(matrix.weight.data)
+            matrix.__class__ = Packed  # type: ignore[assignment]
+            convert = torch.ops.aten._convert_weight_to_int4pack_for_cpu
+            matrix.packed, matrix.grids = convert(levels.int(), 1), grids  # type: ignore[assignment]
+            self.add_module(name, matrix)
+
+    def forward(self, states: Tensor) -> list[Tensor]:
+        return [matrix(states) for matrix in self.children()]
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_products_of_the_same_states_are_one_to_the_last_bit(tokens: int) -> None:
+    module, states = Projections(), torch.randn(1, tokens, 2 * GROUP, dtype=torch.bfloat16)
+    seen: list[int] = []
+
+    def backend(graph: GraphModule, inputs: Any) -> Any:
+        seen.append(len(_join_products(GraphModule(graph, copy.deepcopy(graph.graph)))))
+        return by_layers(graph, inputs, packs=True)
+
+    compiled = torch.compile(module, backend=backend, fullgraph=True, dynamic=False)
+    with torch.no_grad():
+        for _ in range(2):
+            for found, own in zip(compiled(states), module(states), strict=True):
+                torch.testing.assert_close(found, own, rtol=0, atol=0)
+            module.get_submodule("v").packed.bitwise_not_()  # type: ignore[operator]
+    assert seen == [2]  # one product for q, k and v: levels and grids
 
 
 @pytest.mark.parametrize("compiled", [False, True])

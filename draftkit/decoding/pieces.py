@@ -27,7 +27,7 @@ from torch.fx.passes.split_module import split_module
 from torch.utils.weak import WeakTensorKeyDictionary
 
 LAYER_BYTES = 4 << 20
-PACK_BYTES = 4 << 30  # of the weights of a graph that are held once more, packed
+PACK_BYTES = 4 << 30  # of the weights of a graph that are held once more, packed or joined
 HALVES = (torch.bfloat16, torch.float16)
 INT4: Any = torch.ops.aten._weight_int4pack_mm_for_cpu
 INT4_ROWS = 64  # of a block of its weights: whole blocks can stand one below the other
@@ -47,8 +47,9 @@ def _(states: Tensor, weight: Tensor) -> Tensor:
     return states.new_empty(*states.shape[:-1], weight.shape[0])
 
 
-# What stands for products of the same states, and along which dimension each argument is joined.
-JOINED: dict[Any, tuple[Any, dict[int, int]]] = {
+# Product -> what stands for those of the same states, and along which dimension which of its
+# arguments are joined. The first kind has room first.
+STANDS_FOR: dict[Any, tuple[Any, dict[int, int]]] = {
     torch._C._nn.linear: (torch.ops.draftkit.packed_linear.default, {1: 0}),
     INT4: (INT4, {1: 0, 3: 1}),
 }
@@ -149,23 +150,24 @@ def _join_products(graph: GraphModule) -> list[tuple[list[int], int]]:
     """Let products of the same states read their weights as one, which become further inputs.
 
     Weights of half precision are packed too, levels of four bits (`models.rounded`) are as they
-    come. Returns of which inputs each is made, and along which dimension. None are where the
-    weights are too large to be held twice.
+    come. Returns of which inputs each is made, and along which dimension. Those of a kind are left
+    as they are where they are too large to be held twice.
     """
     numbers = {node: i for i, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
-    groups: dict[Any, list[Node]] = {}
-    for product in JOINED:
+    groups, held = list[list[Node]](), 0
+    for product, (_, dimensions) in STANDS_FOR.items():
+        alike: dict[Any, list[Node]] = {}
         for node in graph.graph.find_nodes(op="call_function", target=product):
             if states := _joinable(node, numbers):
-                groups.setdefault((product, states), []).append(node)
-    groups = {key: nodes for key, nodes in groups.items() if key[0] != INT4 or len(nodes) > 1}
-    joined = [(nodes, index) for (one, _), nodes in groups.items() for index in JOINED[one][1]]
-    read: set[Any] = {node.args[index] for nodes, index in joined for node in nodes}
-    if sum(weight.meta["example_value"].nbytes for weight in read) > PACK_BYTES:
-        return []
+                alike.setdefault(states, []).append(node)
+        kept = [nodes for nodes in alike.values() if product is not INT4 or len(nodes) > 1]
+        read: set[Any] = {node.args[i] for nodes in kept for node in nodes for i in dimensions}
+        size = sum(weight.meta["example_value"].nbytes for weight in read)
+        if held + size <= PACK_BYTES:
+            groups, held = groups + kept, held + size
     last, made = [*numbers][-1], list[tuple[list[int], int]]()
-    for (one, _), nodes in groups.items():
-        product, dimensions = JOINED[one]
+    for nodes in groups:
+        product, dimensions = STANDS_FOR[nodes[0].target]
         arguments = [argument for argument in nodes[0].args if argument is not None]
         for index, dimension in dimensions.items():
             weights: list[Any] = [node.args[index] for node in nodes]

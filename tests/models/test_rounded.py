@@ -100,7 +100,7 @@ def test_a_bias_is_added(bias: bool) -> None:
 
 
 class Projections(nn.Module):
-    """Four matrices that read the same states: two of whole blocks, with a bias or not."""
+    """Four matrices that read the same states: all but the last have whole blocks of outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,6 +132,25 @@ def test_products_of_the_same_states_are_one_to_the_last_bit(tokens: int) -> Non
                 torch.testing.assert_close(found, own, rtol=0, atol=0)
             module.get_submodule("v").packed.bitwise_not_()  # type: ignore[operator]
     assert seen == [2]  # one product for q, k and v: levels and grids
+
+
+def test_levels_that_are_too_large_to_be_held_twice_leave_the_other_weights_packed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    head = nn.Linear(2 * GROUP, 64, bias=False, dtype=torch.bfloat16)
+    module, seen = nn.ModuleList([Projections(), head]), list[int]()
+
+    def backend(graph: GraphModule, inputs: Any) -> Any:
+        for room in (head.weight.nbytes - 1, head.weight.nbytes, 1 << 20):
+            monkeypatch.setattr("draftkit.decoding.pieces.PACK_BYTES", room)
+            seen.append(len(_join_products(GraphModule(graph, copy.deepcopy(graph.graph)))))
+        return graph
+
+    with torch.no_grad():
+        torch.compile(lambda states: [one(states) for one in module], backend=backend)(
+            torch.randn(1, 4, 2 * GROUP, dtype=torch.bfloat16)
+        )
+    assert seen == [2, 1, 3]
 
 
 @pytest.mark.parametrize("compiled", [False, True])

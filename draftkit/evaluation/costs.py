@@ -3,7 +3,8 @@
 In every pass rounds of each number of proposals answer batches as timed generations do, by the same
 code, and are compared with the plain steps of that pass: what disturbs a machine for a while
 disturbs all. They run on the decoders that are timed, or that will serve: two decoders of one model
-need not be as fast, as their memory lies elsewhere. An evaluation calibrates on other prompts than
+need not be as fast, as their memory lies elsewhere. (The most proposals that are considered run on
+that of prompt lookup alone.) An evaluation calibrates on other prompts than
 it times, so that the theory predicts from these costs and never from the generations that it
 predicts. There all rounds are those of texts of the same lengths, since a step may cost more behind
 a longer text. A server measures before the first job, which also makes the code and the buffers
@@ -20,6 +21,7 @@ from draftkit.decoding.gamma import AdaptiveGamma
 from draftkit.decoding.generation import DRAFT_ID
 from draftkit.decoding.results import RoundSeconds
 from draftkit.evaluation.walltime import (
+    MOST_GAMMA,
     PromptIds,
     Setting,
     Timed,
@@ -43,6 +45,7 @@ def calibrate(
     setting: Setting,
     *,
     gammas: Sequence[int] = (),
+    guessed: Decoder | None = None,
     note: Callable[[str], None] = lambda line: None,
 ) -> Costs:
     """Costs of `drafted`'s proposer, on `prompts` that must not be the timed ones.
@@ -50,26 +53,35 @@ def calibrate(
     c and v are measured at `setting.gamma` and at the other `gammas`, which `setting.capacity` must
     hold too; but not at its neighbours: each number is code of its own, which takes long to
     compile, and a line through two numbers side by side says little of others. A tree is proposed
-    whole: at its depth alone.
+    whole: at its depth alone. guessed: a decoder whose proposals run no model. Its rounds tell v at
+    `MOST_GAMMA`, unless a number beside that is measured; what a draft's proposals cost there stays
+    on their line, as their code would take longest to compile.
     """
     gamma, others = max(setting.gamma, 1), gammas
     if (tree := drafted.tree(DRAFT_ID)) is not None:
-        gamma, others = tree.depth, ()
+        gamma, others, guessed = tree.depth, (), None
     counts = [0, gamma, *(one for one in others if abs(one - gamma) > 1)]
+    decoders = dict.fromkeys(counts, drafted) | {0: plain}
+    if guessed is not None and max(counts) + 1 < MOST_GAMMA:
+        decoders[MOST_GAMMA] = guessed
     if setting.batch_size == 1:  # rows of a batch end apart, so it shrinks as their answers go on
         setting = replace(setting, max_new_tokens=min(setting.max_new_tokens, TOKENS))
 
     def measure(gamma: int, number: int) -> RoundSeconds:
-        decoder, first = drafted if gamma else plain, number * setting.batch_size
-        return round_seconds(decoder, prompts, setting, gamma=gamma, first=first, least=ROUNDS)
+        first = number * setting.batch_size
+        return round_seconds(
+            decoders[gamma], prompts, setting, gamma=gamma, first=first, least=ROUNDS
+        )
 
     clock = synchronised_clock(plain.target.device)
     began = clock()
-    for count in counts:  # makes code and buffers, which would count in a first pass
+    for count in decoders:  # makes code and buffers, which would count in a first pass
         note(f"first rounds of {count} proposals")
         measure(count, 0)
     passes = SECONDS / max(clock() - began, SECONDS / MOST_PASSES)
-    return costs_by(measure, gamma, counts, passes=max(PASSES, round(passes)))
+    costs = costs_by(measure, gamma, [*decoders], passes=max(PASSES, round(passes)))
+    own = {count: costs.draft_units[count] for count in counts if count > 0}
+    return replace(costs, draft_units=own)
 
 
 def costs_by(

@@ -124,13 +124,17 @@ def gather(
     proposers = {name: make() for name, make in ways.items()}
     decoders = {name: make_decoder(adapter, one, setting) for name, one in proposers.items()}
     costs = dict[str, Costs]()
-    calibrated = partial(calibrate, gammas=CALIBRATED_GAMMAS, note=note)
+    last = [*drafts][-1]
+    chooses = config.decode.gamma == "auto" and not trees
+    alone = setting.batch_size == 1  # else batches of guesses end otherwise than those of drafts
+    guessed = decoders.get(LOOKUP, decoders[last]) if chooses and alone else None
+    calibrated = partial(calibrate, gammas=CALIBRATED_GAMMAS, guessed=guessed, note=note)
     for name in [name for name in decoders if name in drafts]:
         note(f"calibrating {name}: what its rounds cost, on other prompts")
         costs[name] = calibrated(plain, decoders[name], prompts.calibration, setting)
     chosen = {name: {"gamma": setting.gamma} for name in ways}
     chosen |= {name: {"gamma": tree.depth} for name, tree in trees.items()}
-    if config.decode.gamma == "auto" and not trees:
+    if chooses:
         chosen = chosen_numbers(proposers, costs, score(others), others, config)
     gammas = {name: numbers["gamma"] for name, numbers in chosen.items()}
     note(", ".join(f"{name} {gamma}" for name, gamma in gammas.items()) + " proposals a round")
@@ -158,7 +162,6 @@ def gather(
         note(f"{compiling:.0f} s went into compiling; no measured time holds them")
     if config.decode.is_lossy:
         lossless = dict.fromkeys(timed, LOSSY) | lossless
-    last = [*drafts][-1]
     same = {name: name if name in costs else last for name in drafts}
     return Measured(
         scored,

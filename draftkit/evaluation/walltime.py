@@ -27,6 +27,8 @@ from draftkit.theory.acceptance import Rate
 PLAIN = "plain"
 # Proposals at which `costs` are measured beside those in use. Each number is code of its own, which
 # takes longest to compile for many. Numbers between two, or beyond, lie on the line through them.
+# Where numbers are chosen, guesses tell what the target's pass takes at `MOST_GAMMA`: a draft's
+# code for so many is not made.
 CALIBRATED_GAMMAS = (1, 4, 8)
 MOST_GAMMA = 12  # proposals that are considered
 

@@ -8,6 +8,7 @@ import pytest
 from draftkit.config import SamplingConfig
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.graphs import Units
+from draftkit.decoding.ngrams import PromptLookup
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.decoding.results import RoundSeconds
 from draftkit.evaluation import costs, walltime
@@ -220,6 +221,21 @@ def keys(monkeypatch):
 
     monkeypatch.setattr(Units, "run", run)
     return found
+
+
+@pytest.mark.parametrize(("gamma", "has_far"), [(3, True), (12, False)])
+def test_a_pass_over_the_most_proposals_is_measured_with_guesses(clock, gamma, has_far):
+    """A draft's proposals there would be code of its own. What they cost stays on its line."""
+    target = Slow(0, clock, lambda tokens: 10.0 if tokens < 10 else 15.0)
+    draft = Slow(1, clock, lambda tokens: 2.0)
+    setting = replace(SETTING, gamma=gamma, capacity=48)
+    guessed, said = make_decoder(target, PromptLookup(), setting), list[str]()
+    options = {"gammas": (1, 8), "guessed": guessed, "note": said.append}
+    measured = calibrated(target, draft, setting, **options)
+    counts = [0, gamma, 1, 8, *[12] * has_far]
+    assert said == [f"first rounds of {count} proposals" for count in counts]
+    assert (measured.verify_at(8), measured.verify_at(12)) == pytest.approx((1.0, 1.5))
+    assert measured.draft_units == pytest.approx({one: 0.2 * one for one in (gamma, 1, 8)})
 
 
 @pytest.mark.parametrize(

@@ -350,7 +350,7 @@ def test_what_the_check_in_float32_takes_is_known_from_shapes(folder):
     assert 8 * count < float32_bytes(target, drafts) < 1.3 * 8 * count  # target and drafter
 
 
-def gathered(folder, decode, **evaluate):
+def gathered(folder, decode, *, note=lambda line: None, **evaluate):
     """All that is measured of a draft that stands for the one before it too."""
     target = load_target(TargetConfig(path=str(folder / "target")), HardwareConfig(device="cpu"))
     draft = load_draft(DraftConfig(path=str(folder / "draft")), target)
@@ -368,7 +368,7 @@ def gathered(folder, decode, **evaluate):
         sampling=SERVED,
         lossless=dict.fromkeys(("before", "after"), Losslessness(1, 0, 0)),
         config=Config(decode=decode, evaluate=EvaluateConfig(max_new_tokens=4, **evaluate)),
-        note=lambda line: None,
+        note=note,
     )
 
 
@@ -398,6 +398,18 @@ def test_costs_are_measured_on_the_decoders_that_are_timed(folder, monkeypatch):
     )
     assert {*timed} > {(plain, 0), (before, 2), (after, 2)}
     assert len({decoder for decoder, _ in timed}) == 5  # prompt lookup and the hybrid beside them
+
+
+@pytest.mark.parametrize(("gamma", "rows", "count"), [(2, 1, 0), ("auto", 1, 2), ("auto", 2, 0)])
+def test_where_numbers_are_chosen_guesses_tell_what_the_most_proposals_cost(
+    folder, monkeypatch, gamma, rows, count
+):
+    """For each of two drafts, where rows are decoded alone."""
+    noted = list[str]()
+    monkeypatch.setattr("draftkit.evaluation.costs.ROUNDS", 2)
+    decode = DecodeConfig(gamma=gamma, compile="false")
+    gathered(folder, decode, note=noted.append, timing_batch_size=rows)
+    assert noted.count(f"first rounds of {walltime.MOST_GAMMA} proposals") == count
 
 
 @pytest.mark.parametrize("of_both", [True, False])

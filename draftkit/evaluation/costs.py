@@ -3,8 +3,7 @@
 In every pass rounds of each number of proposals answer batches as timed generations do, by the same
 code, and are compared with the plain steps of that pass: what disturbs a machine for a while
 disturbs all. They run on the decoders that are timed, or that will serve: two decoders of one model
-need not be as fast, as their memory lies elsewhere. (The most proposals that are considered run on
-that of prompt lookup alone.) An evaluation calibrates on other prompts than
+need not be as fast, as their memory lies elsewhere. An evaluation calibrates on other prompts than
 it times, so that the theory predicts from these costs and never from the generations that it
 predicts. There all rounds are those of texts of the same lengths, since a step may cost more behind
 a longer text. A server measures before the first job, which also makes the code and the buffers

@@ -84,6 +84,7 @@ clean:
 INSTALL := $(BIN)/python -m pip install -qq --constraint constraints.txt --editable
 
 $(READY): pyproject.toml constraints.txt
+	@echo "Installing into $(VENV), which takes two minutes or so and says nothing"
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) .
 	touch $(READY)

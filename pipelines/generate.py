@@ -59,7 +59,8 @@ def generate(config: Config, folder: StageFolder) -> dict[str, Any]:
         lot = [prompts[row % len(prompts)] for row in rows]
         return answered(sampler, lot, rows=rows, version=folder.digests["target"])
 
-    for records in write_parts(folder.path, total, size=BATCHES * size, make=answer):
+    part = size if config.limit else BATCHES * size  # a dry run tells the pace by its parts
+    for records in write_parts(folder.path, total, size=part, make=answer):
         rollouts += len(records)
         tokens += sum(len(record.output_ids) for record in records)
         watch(0, 0)

@@ -51,6 +51,7 @@ def check_drafter(config: Config) -> None:
             "decode.verification=typical is lossy, and a drafter is refitted to be lossless: use "
             "speculative, block or match"
         )
+    _ = config.training_temperature  # which refuses a divergence that has no use when greedy
     proposer, stored = config.decode.proposer, config.online.teacher == "stored"
     if not config.decode.has_drafter:
         names = ", ".join(DRAFTED_NAMES)
@@ -169,7 +170,10 @@ def watch(config: Config, folder: Path, stop: Event) -> None:
         registries = [refit.registry for refit in refits]
         with bringing(config, made, target, registries, note) as bring:
             loop = Daemon(refits, buffer, config.online, log, page.refresh, stop, bring, begin)
-            print(f"online: watching {folder}", flush=True)
+            wanted = (
+                f"an update takes {config.online.min_records:,} new records (online.min_records)"
+            )
+            print(f"online: watching {folder}: {wanted}", flush=True)
             loop.run()
             note()
     finally:

@@ -9,7 +9,7 @@ from typing import Any
 
 from accelerate import PartialState
 
-from draftkit.config import Config
+from draftkit.config import PARD, Config
 from draftkit.data.lengths import shares_cut
 from draftkit.data.rollouts import read_parts
 from draftkit.data.splits import read_splits
@@ -61,15 +61,15 @@ def check(config: Config) -> None:
 def train(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Train the starting drafter towards the target."""
     given, config = config, with_warmup(config)
-    if config.divergence != given.divergence:
-        steps = config.divergence.warmup_steps
-        folder.note(f"the drafter was never trained: it begins with {steps} steps of forward KL")
-    if config.draft != given.draft:
-        share = config.draft.pard.plain_share
-        folder.note(
-            f"the drafter was cut and never trained: {share:.0%} of the steps teach the first "
-            "proposal alone, then all"
-        )
+    divergence, draft = config.divergence, folder.model(config, "draft")
+    first = min(divergence.warmup_steps or 0, config.optim.max_steps)
+    if first and {*divergence.terms} != {"forward_kl"}:
+        why = "the drafter was never trained: " * (divergence != given.divergence)
+        folder.note(f"{why}the first {first:,} steps are of forward KL")
+    share = config.draft.pard.plain_share
+    if share and config.draft.kind == PARD and parallel_of(ModelFolder(draft).config) is None:
+        why = "the drafter was cut and never trained: " * (config.draft != given.draft)
+        folder.note(f"{why}{share:.0%} of the steps teach the first proposal alone, then all")
     temperature, served = config.training_temperature, config.sampling.temperature
     if temperature != served and config.divergence.name != "ce_argmax":
         folder.note(f"the loss is taken at temperature {temperature:g}, served is {served:g}")
@@ -86,7 +86,7 @@ def train(config: Config, folder: StageFolder) -> dict[str, Any]:
     fitted = fit(
         config,
         target=target,
-        draft=load_learner(folder.model(config, "draft"), target),
+        draft=load_learner(draft, target),
         texts=TrainingTexts(
             splits.train,
             splits.room,

@@ -173,6 +173,8 @@ def test_what_was_made_of_few_batches_is_never_taken_for_the_whole(
     few = dry.shortened(whole, 3, tmp_path / "few", {})
     make(few)
     assert read_json(few.folder / SUMMARY)["rollouts"] == 16
+    seconds, told = dry.projected(whole, few, 1.0)
+    assert (seconds > 1, told) == (True, "16 of 64 texts")
     assert few.address != whole.address
     shutil.copytree(few.folder, whole.folder)
     with pytest.raises(ValueError, match=r"other settings \(limit was 3, now None\)"):

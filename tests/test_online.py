@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file
 
 from draftkit.artifacts import read_json
-from draftkit.config import Config, DecodeConfig, OnlineConfig
+from draftkit.config import Config, DecodeConfig, OnlineConfig, SamplingConfig
 from draftkit.data.rollouts import Record, read_parts
 from draftkit.distillation.batch import Batch
 from draftkit.distillation.trainer import Trainer
@@ -261,6 +261,14 @@ def test_where_there_is_nothing_to_refit_or_to_judge_by_it_is_said(
         check_drafter(given)
     if teacher == "stored":
         check_drafter(replace(given, online=OnlineConfig()))
+
+
+def test_a_loss_that_greedy_serving_leaves_without_a_gradient_is_refused_at_the_start() -> None:
+    given = Config(sampling=SamplingConfig(temperature=0.0))
+    with pytest.raises(
+        ValueError, match=r"^divergence must be ce_argmax \(or set divergence\.temp"
+    ):
+        check_drafter(given)
 
 
 def test_lossy_verification_is_refused_in_one_line() -> None:

@@ -35,6 +35,11 @@ def parts(form: str) -> str:
     return environment.from_string(text).render(form=form, **values)
 
 
+@pytest.mark.parametrize(("number", "words"), [(1, "1 way"), (0, "0 ways"), (1200, "1,200 ways")])
+def test_one_of_a_kind_is_no_plural(number: int, words: str) -> None:
+    assert ENVIRONMENT.from_string("{{ n | counted('way') }}").render(n=number) == words
+
+
 def test_markdown_has_one_line_for_each_part_and_nothing_that_is_drawn_or_folded() -> None:
     safe = "&lt;b&gt;|` &lt;/b&gt; &amp; 'q'"
     assert parts("markdown").split("\n\n") == [

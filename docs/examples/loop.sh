@@ -13,7 +13,7 @@ cd "$(dirname "$0")/../.."
 PATH="$PWD/.venv/bin:$PATH"
 target=$1 draft=$2 file=$3
 shift 3
-set -- +experiment=serve_pair "target.path=$target" "draft.path=$draft" "data.path=$file" \
+set -- +experiment=serve_pair name=loop "target.path=$target" "draft.path=$draft" "data.path=$file" \
     engine.url=http://127.0.0.1:8000 "$@"
 
 python -m pipelines.capture "$@" &

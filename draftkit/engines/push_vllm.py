@@ -3,7 +3,7 @@
 This file needs torch, safetensors and vLLM (0.32, 0.33) alone. Copy it to where vLLM's Python finds
 it, and start the engine with it; the routes that call it are there in development mode only:
 
-    VLLM_SERVER_DEV_MODE=1 PYTHONPATH=FOLDER_OF_THE_COPY vllm serve TARGET \\
+    VLLM_SERVER_DEV_MODE=1 PYTHONPATH=FOLDER_OF_THE_COPY vllm serve TARGET --host 127.0.0.1 \\
         --speculative-config '{...}' --worker-extension-cls push_vllm.Push [--enforce-eager: CPUs]
 
 `POST /collective_rpc {"method": NAME, "args": [strings]}` answers {"results": [one per worker]}. A

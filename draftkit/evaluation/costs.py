@@ -45,6 +45,7 @@ def calibrate(
     *,
     gammas: Sequence[int] = (),
     guessed: Decoder | None = None,
+    guesses: Sequence[int] = (MOST_GAMMA,),
     note: Callable[[str], None] = lambda line: None,
 ) -> Costs:
     """Costs of `drafted`'s proposer, on `prompts` that must not be the timed ones.
@@ -53,16 +54,17 @@ def calibrate(
     hold too; but not at its neighbours: each number is code of its own, which takes long to
     compile, and a line through two numbers side by side says little of others. A tree is proposed
     whole: at its depth alone. guessed: a decoder whose proposals run no model. Its rounds tell v at
-    `MOST_GAMMA`, unless a number beside that is measured; what a draft's proposals cost there stays
-    on their line, as their code would take longest to compile.
+    those of `guesses` that are neither measured nor the next one beyond. What a draft's proposals
+    cost there stays on their line, as its code for them is not made.
     """
     gamma, others = max(setting.gamma, 1), gammas
     if (tree := drafted.tree(DRAFT_ID)) is not None:
         gamma, others, guessed = tree.depth, (), None
     counts = [0, gamma, *(one for one in others if abs(one - gamma) > 1)]
     decoders = dict.fromkeys(counts, drafted) | {0: plain}
-    if guessed is not None and max(counts) + 1 < MOST_GAMMA:
-        decoders[MOST_GAMMA] = guessed
+    if guessed is not None:
+        known = {*counts, max(counts) + 1}
+        decoders |= {one: guessed for one in guesses if one not in known}
     if setting.batch_size == 1:  # rows of a batch end apart, so it shrinks as their answers go on
         setting = replace(setting, max_new_tokens=min(setting.max_new_tokens, TOKENS))
 

@@ -47,6 +47,7 @@ from draftkit.models.adapter import Adapter
 from draftkit.models.devices import free_bytes, in_float32
 from draftkit.models.files import ModelFolder
 from draftkit.models.loading import Target, load_draft, weight_count
+from draftkit.models.rounded import AT_ONCE, is_packed
 from draftkit.theory.speedup import Costs
 
 LOSSLESS_PROMPTS = 32
@@ -128,7 +129,10 @@ def gather(
     chooses = config.decode.gamma == "auto" and not trees
     alone = setting.batch_size == 1  # else batches of guesses end otherwise than those of drafts
     guessed = decoders.get(LOOKUP, decoders[last]) if chooses and alone else None
-    calibrated = partial(calibrate, gammas=CALIBRATED_GAMMAS, guessed=guessed, note=note)
+    guesses = (AT_ONCE - 1, MOST_GAMMA) if is_packed(adapter.model) else (MOST_GAMMA,)
+    calibrated = partial(
+        calibrate, gammas=CALIBRATED_GAMMAS, guessed=guessed, guesses=guesses, note=note
+    )
     for name in [name for name in decoders if name in drafts]:
         note(f"calibrating {name}: what its rounds cost, on other prompts")
         costs[name] = calibrated(plain, decoders[name], prompts.calibration, setting)
@@ -145,7 +149,7 @@ def gather(
         note(f"{name} proposes a tree of {tree.nodes} nodes, {tree.depth} deep")
     own = {name: numbers["draft_gamma"] for name, numbers in hybrids.items()}
     note_untaught(drafts, gammas | own, note)
-    note(f"wall time on {len(rows)} prompts, {options.timing_minutes:g} minutes at most")
+    note(f"wall time on {len(rows)} prompts, {options.timing_minutes:g} min at most")
     drafting = {name: decoding(one, setting, gammas[name]) for name, one in decoders.items()}
     timed = time_ways(
         {PLAIN: decoding(plain, setting)} | drafting,

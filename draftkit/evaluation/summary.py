@@ -341,9 +341,9 @@ def verdict(
     if (units := gained.documents) < LEAST_UNITS:
         what = "documents" if batch_size == 1 else f"batches of {batch_size} documents"
         return INCONCLUSIVE, (
-            f"this run only shows that every part works: it timed {units} {what}, a verdict needs "
-            f"{LEAST_UNITS}; time {(LEAST_UNITS - units) * batch_size} documents more "
-            "(evaluate.timing_prompts, timing_minutes, prompts, held-out text)"
+            f"this run only shows that every part works: it timed {units} of the {LEAST_UNITS} "
+            f"{what} that a verdict needs (evaluate.timing_prompts, timing_minutes, prompts, "
+            "held-out text)"
         )
     if gained.low > 1:
         unchecked = UNCHECKED * (lossless.passed is None)

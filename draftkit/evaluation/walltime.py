@@ -27,8 +27,8 @@ from draftkit.theory.acceptance import Rate
 PLAIN = "plain"
 # Proposals at which `costs` are measured beside those in use. Each number is code of its own, which
 # takes longest to compile for many. Numbers between two, or beyond, lie on the line through them.
-# Where numbers are chosen, guesses tell what the target's pass takes at `MOST_GAMMA`: a draft's
-# code for so many is not made.
+# Where numbers are chosen, guesses tell what the target's pass takes at `MOST_GAMMA`, and where
+# levels of 4 bits are read at their best number: a draft's code for these is not made.
 CALIBRATED_GAMMAS = (1, 4, 8)
 MOST_GAMMA = 12  # proposals that are considered
 
@@ -255,7 +255,7 @@ def time_ways(
     started, names = now(), [*ways]
     for first in range(0, len(prompts), batch_size):
         if now() - started > 60 * minutes:
-            note(f"timed {first} prompts in {minutes:g} minutes (evaluate.timing_minutes)")
+            note(f"timed {first} prompts in {minutes:g} min (evaluate.timing_minutes)")
             break
         batch = prompts[first : first + batch_size]
         for name in names:

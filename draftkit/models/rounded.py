@@ -25,6 +25,7 @@ LEVELS = "levels.int4"
 GROUP = 32  # weights with a grid of their own, as in llama.cpp's blocks
 OUTPUTS = 16  # the product takes a multiple of them
 MOST_TOKENS = 8  # of a pass: from more on reading the weights is not what takes the time
+AT_ONCE = 4  # tokens, by the product: five take half as long again
 
 
 def matrices(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
@@ -110,3 +111,8 @@ def pack(model: PreTrainedModel, file: Path) -> None:
         module.__class__ = Packed
         module.register_buffer("packed", packed, persistent=False)
         module.register_buffer("grids", grids, persistent=False)
+
+
+def is_packed(model: PreTrainedModel) -> bool:
+    """Whether passes of few tokens in bfloat16 read levels."""
+    return any(isinstance(module, Packed) for module in model.modules())

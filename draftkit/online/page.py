@@ -175,11 +175,13 @@ def moment(seconds: float) -> datetime:
 
 def versions_table(routes: Sequence[Route]) -> Table:
     """What the newest versions of each route served, and what was measured of them."""
-    numbers = "answers", "tokens a pass", "alpha served", "gain at the gate", "on later traffic"
+    numbers = ["answers", "proposed a pass", "tokens a pass", "alpha served"]
+    numbers += "gain at the gate", "on later traffic"
     table = Table("route", "version", *map(numeric, numbers), "in force since")
     table.title = f"the newest {SHOWN} versions of a route; *: in force"
     table.caption = (
-        "Tokens a pass: 1 + accepted / rounds. Alpha served: over all positions tested. A gain at "
+        "Tokens a pass: 1 + accepted / rounds. They can fall while alpha rises: a server proposes "
+        "less where that is faster. Alpha served: over all positions tested. A gain at "
         "the gate is too high on average, as it chose the version; so alpha (of heads and in one "
         "pass: tokens a pass) is measured again on held-out traffic that came later."
     )
@@ -194,6 +196,7 @@ def versions_table(routes: Sequence[Route]) -> Table:
                 route.name,
                 name + " *" * (name == route.in_force),
                 f"{one.requests:,}" if one else "-",
+                f"{one.drafted / one.rounds:.2f}" if one and one.rounds else "-",
                 "-" if length is None else f"{length:.2f}",
                 "-" if alpha is None else f"{alpha:.3f}",
                 signed(gain) if gain else "-",

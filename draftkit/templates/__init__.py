@@ -28,6 +28,11 @@ def signed(gain: dict[str, Any]) -> str:
     return interval(gain, sign="+")
 
 
+def counted(number: int, name: str) -> str:
+    """`1 proposal`, `2 proposals`."""
+    return f"{number:,} {name}{'s' * (number != 1)}"
+
+
 def rows(table: Table) -> list[tuple[str, ...]]:
     """The cells of a terminal's table, by row."""
     return [*zip(*([str(cell) for cell in column.cells] for column in table.columns), strict=True)]
@@ -52,7 +57,13 @@ ENVIRONMENT = Environment(
     lstrip_blocks=True,
     keep_trailing_newline=True,
 )
-ENVIRONMENT.filters |= {"interval": interval, "signed": signed, "number": format, "rows": rows}
+ENVIRONMENT.filters |= {
+    "interval": interval,
+    "signed": signed,
+    "number": format,
+    "rows": rows,
+    "counted": counted,
+}
 ENVIRONMENT.filters |= {"line": line, "blocks": blocks, "shell": shlex.quote, "json": json.dumps}
 
 

@@ -223,19 +223,22 @@ def keys(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize(("gamma", "has_far"), [(3, True), (12, False)])
-def test_a_pass_over_the_most_proposals_is_measured_with_guesses(clock, gamma, has_far):
+@pytest.mark.parametrize(
+    ("gamma", "others", "guesses"),
+    [(4, [1, 8], [3, 12]), (2, [8], [3, 12]), (3, [1, 8], [12]), (11, [1, 8], [3])],
+)
+def test_passes_that_no_draft_runs_are_measured_with_guesses(clock, gamma, others, guesses):
     """A draft's proposals there would be code of its own. What they cost stays on its line."""
-    target = Slow(0, clock, lambda tokens: 10.0 if tokens < 10 else 15.0)
+    target = Slow(0, clock, lambda tokens: 10.0 + 5 * (tokens > 4) + 5 * (tokens > 8))
     draft = Slow(1, clock, lambda tokens: 2.0)
     setting = replace(SETTING, gamma=gamma, capacity=48)
     guessed, said = make_decoder(target, PromptLookup(), setting), list[str]()
-    options = {"gammas": (1, 8), "guessed": guessed, "note": said.append}
+    options = {"gammas": (1, 8), "guessed": guessed, "guesses": (3, 12), "note": said.append}
     measured = calibrated(target, draft, setting, **options)
-    counts = [0, gamma, 1, 8, *[12] * has_far]
+    counts = [0, gamma, *others, *guesses]
     assert said == [f"first rounds of {count} proposals" for count in counts]
-    assert (measured.verify_at(8), measured.verify_at(12)) == pytest.approx((1.0, 1.5))
-    assert measured.draft_units == pytest.approx({one: 0.2 * one for one in (gamma, 1, 8)})
+    assert (measured.verify_at(3), measured.verify_at(12)) == pytest.approx((1.0, 2.0))
+    assert measured.draft_units == pytest.approx({one: 0.2 * one for one in (gamma, *others)})
 
 
 @pytest.mark.parametrize(

@@ -400,16 +400,27 @@ def test_costs_are_measured_on_the_decoders_that_are_timed(folder, monkeypatch):
     assert len({decoder for decoder, _ in timed}) == 5  # prompt lookup and the hybrid beside them
 
 
-@pytest.mark.parametrize(("gamma", "rows", "count"), [(2, 1, 0), ("auto", 1, 2), ("auto", 2, 0)])
-def test_where_numbers_are_chosen_guesses_tell_what_the_most_proposals_cost(
-    folder, monkeypatch, gamma, rows, count
+@pytest.mark.parametrize(
+    ("gamma", "rows", "packed", "guesses"),
+    [
+        (2, 1, True, []),
+        ("auto", 1, False, [12]),
+        ("auto", 1, True, [3, 12]),  # four tokens are the best pass of packed weights
+        ("auto", 2, True, []),
+    ],
+)
+def test_where_numbers_are_chosen_guesses_tell_what_passes_cost_that_no_draft_runs(
+    folder, monkeypatch, gamma, rows, packed, guesses
 ):
     """For each of two drafts, where rows are decoded alone."""
     noted = list[str]()
     monkeypatch.setattr("draftkit.evaluation.costs.ROUNDS", 2)
+    monkeypatch.setattr(measure, "is_packed", lambda model: packed)
     decode = DecodeConfig(gamma=gamma, compile="false")
     gathered(folder, decode, note=noted.append, timing_batch_size=rows)
-    assert noted.count(f"first rounds of {walltime.MOST_GAMMA} proposals") == count
+    for count in (3, 12):
+        times = noted.count(f"first rounds of {count} proposals")
+        assert times == 2 * (count in guesses)
 
 
 @pytest.mark.parametrize("of_both", [True, False])

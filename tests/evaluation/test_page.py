@@ -163,7 +163,7 @@ def test_every_summary_has_its_page_that_needs_nothing_from_outside(case):
 def test_the_second_answer_is_about_what_there_was_before():
     assert "over the one it started from" in bare(whole(judged())[0])
     alone = bare(whole(judged(before=False))[0])
-    assert "over prompt lookup, which needs none" in alone
+    assert "over prompt lookup, which copies from the text and is free" in alone
     assert "1.16× [1.15, 1.17]" in alone
 
 
@@ -187,6 +187,11 @@ REMEDIES = {
     "fewer proposals": (
         even(best_gamma=2, speedup=gained(1, 1.2, 1.43, 1.41, 1.4)),
         "Fewer proposals: 2 a round are computed to give a speed-up of 1.43, the 4 in use 1.40.",
+    ),
+    "none at all": (
+        even(best_gamma=0, speedup=gained(1, 0.9, 0.88, 0.85, 0.8)),
+        "Not by itself: plain decoding is computed to be faster than rounds of this drafter, "
+        "whatever their number of proposals. With 4 proposals a round they have 0.80 of its speed.",
     ),
     "proposals that are hardly too many": (
         even(best_gamma=2, speedup=gained(1, 1.2, 1.42, 1.41, 1.4)),
@@ -226,7 +231,7 @@ def test_the_sentence_that_follows_is_the_cheapest_remedy_by_the_rule_beside_it(
     one, words = REMEDIES[case]
     lost = as_markdown(decision_page(one, name="chats")).partition("acceptance is lost\n\n")[2]
     assert lost.startswith(words)
-    rule = lost[lost.index("How this sentence is chosen") :]
+    rule = lost[lost.index("The advice above") :]
     assert (
         rule.index("Fewer") < rule.index("lower temp") < rule.index("More") < rule.index("bigger")
     )
@@ -267,6 +272,15 @@ def test_a_trace_has_a_colour_for_each_kind_and_does_not_leave_the_machine():
     assert "Token by token" not in sent
     assert "upon" not in bare(sent)
     assert "In your engine" in sent
+
+
+def test_of_several_traces_all_but_the_first_are_folded():
+    page = decision_page(judged(), name="chats", traces=[TRACE, TRACE | {"prompt": "Twice"}])
+    text = as_html(page)
+    assert text.count('<ol class="trace">') == 2
+    before, _, folded = text.partition("<details><summary><h2>Token by token: other texts")
+    assert ("Once" in before, "Twice" in before) == (True, False)
+    assert "Twice" in folded.partition("</details>")[0]
 
 
 def drawn(words="a line"):

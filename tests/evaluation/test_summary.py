@@ -85,11 +85,11 @@ def test_the_best_is_chosen_of_ways_that_pass_a_harder_test_than_the_judged_one(
 @pytest.mark.parametrize(
     ("documents", "batch_size", "words"),
     [
-        (6, 1, "it timed 6 documents, a verdict needs 20; time 14 documents more "),
-        (6, 4, "it timed 6 batches of 4 documents, a verdict needs 20; time 56 documents more "),
+        (6, 1, "it timed 6 of the 20 documents that a verdict needs "),
+        (6, 4, "it timed 6 of the 20 batches of 4 documents that a verdict needs "),
     ],
 )
-def test_few_documents_decide_nothing_however_fast_and_the_reason_says_how_many_more(
+def test_few_documents_decide_nothing_however_fast_and_the_reason_says_how_many_there_were(
     documents, batch_size, words
 ):
     decision, reason = decide(0, math.inf, documents=documents, batch_size=batch_size)

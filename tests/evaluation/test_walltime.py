@@ -166,7 +166,7 @@ def test_timing_ends_after_its_minutes_which_is_said(clock):
     for one in timed.values():  # a turn takes 100 seconds
         assert len(one.chunks) == 2
         assert one.of_prompts([(1, 1)] * 4).documents == ["a", "b", "c", "d"]
-    assert notes == ["timed 4 prompts in 3 minutes (evaluate.timing_minutes)"]
+    assert notes == ["timed 4 prompts in 3 min (evaluate.timing_minutes)"]
     notes.clear()
     time_ways(ways, PROMPTS * 2, PROMPTS, **limits | {"minutes": 7})
     assert notes == []

@@ -18,7 +18,7 @@ from draftkit.decoding.generation import finish, make_requests
 from draftkit.decoding.pieces import _join_products, by_layers
 from draftkit.models.files import model_sha256
 from draftkit.models.loading import load_target, save_model, save_rounded
-from draftkit.models.rounded import GROUP, LEVELS, MOST_TOKENS, Packed, grid, weights_of
+from draftkit.models.rounded import GROUP, LEVELS, MOST_TOKENS, Packed, grid, is_packed, weights_of
 from pipelines.configuration import compose_config
 from pipelines.product import rounded
 from tests import tiny
@@ -60,6 +60,8 @@ def test_the_product_reads_the_very_weights_that_everything_else_does(folders: A
     model = load_target(folders[1], HARDWARE).adapter.model
     made = packed(model)
     assert len(made) == 7 * model.config.num_hidden_layers
+    whole = load_target(folders[0], HARDWARE).adapter.model
+    assert (is_packed(model), is_packed(whole)) == (True, False)
     for module in made:
         ones = torch.eye(module.in_features, dtype=torch.bfloat16)
         with torch.inference_mode():

@@ -103,10 +103,10 @@ def test_its_numbers_are_those_of_buffer_registry_and_gate(make: Make) -> None:
     assert "v000002 in force, alpha 0.652, 2,100 answers. 41 of 64 new records" in text
     assert '<span class="number">2.63</span>' in text
     gain, since = "+0.031 [+0.012, +0.050]", ("2001-09-10 01:46", "2001-09-09 01:46")
-    measured = ["2,100", "2.63", "0.652", gain, "0.031 [0.012, 0.050]", since[0]]
+    measured = ["2,100", "4.00", "2.63", "0.652", gain, "0.031 [0.012, 0.050]", since[0]]
     assert rows(text, SERVED) == [
         ["default", "v000002 *", *measured],
-        ["default", "v000001", "7", "2.37", "0.652", "-", "-", since[1]],
+        ["default", "v000001", "7", "4.00", "2.37", "0.652", "-", "-", since[1]],
     ]
     assert sorted(rows(text, DECIDED)) == [
         [since[0], "default", "published v000002", gain, "0", "alpha rose"],
@@ -142,10 +142,10 @@ def test_every_route_has_its_own_numbers(make: Make) -> None:
     service.buffer.append([entry(1, "code"), entry(2, "gone"), entry(3), entry(4, "code")])
     (service.page.folder / PUSHED / "code").mkdir(parents=True)
     text = service.page.text()
-    assert [row[:4] for row in rows(text, SERVED)] == [
-        ["default", "v000001 *", "-", "-"],
-        ["code", "v000002 *", "5", "2.37"],
-        ["code", "v000001", "-", "-"],
+    assert [row[:5] for row in rows(text, SERVED)] == [
+        ["default", "v000001 *", "-", "-", "-"],
+        ["code", "v000002 *", "5", "4.00", "2.37"],
+        ["code", "v000001", "-", "-", "-"],
     ]
     assert [row[1:4] for row in rows(text, "Records by day")] == [["1", "2", "1"]]
     assert [row[0] for row in rows(text, "Disk")] == [
@@ -170,7 +170,7 @@ def test_what_an_engine_serves_is_counted_since_the_version_came_into_force(make
     text = service.page.text()
     assert "v000002 in force, alpha 0.652, 4 answers" in text
     assert '<span class="number">2.63</span>' in text
-    assert rows(text, SERVED)[-1][1:4] == ["engine", "43", "2.50"]
+    assert rows(text, SERVED)[-1][1:5] == ["engine", "43", "4.00", "2.50"]
 
 
 def test_a_reason_is_no_markup(make: Make) -> None:
@@ -248,7 +248,7 @@ def test_a_daemon_writes_it_after_an_update_and_knows_the_decision_after_a_resta
     (row,) = rows(text, DECIDED)
     assert row[2:] == [
         "published v000002",
-        rows(text, SERVED)[0][5],
+        rows(text, SERVED)[0][6],
         "0",
         version.metrics["reason"],
     ]

@@ -170,10 +170,8 @@ def watch(config: Config, folder: Path, stop: Event) -> None:
         registries = [refit.registry for refit in refits]
         with bringing(config, made, target, registries, note) as bring:
             loop = Daemon(refits, buffer, config.online, log, page.refresh, stop, bring, begin)
-            wanted = (
-                f"an update takes {config.online.min_records:,} new records (online.min_records)"
-            )
-            print(f"online: watching {folder}: {wanted}", flush=True)
+            least = config.online.min_records
+            print(f"online: watching {folder}: an update takes {least:,} new records", flush=True)
             loop.run()
             note()
     finally:

@@ -57,14 +57,9 @@ ENVIRONMENT = Environment(
     lstrip_blocks=True,
     keep_trailing_newline=True,
 )
-ENVIRONMENT.filters |= {
-    "interval": interval,
-    "signed": signed,
-    "number": format,
-    "rows": rows,
-    "counted": counted,
-}
+ENVIRONMENT.filters |= {"interval": interval, "signed": signed, "number": format, "rows": rows}
 ENVIRONMENT.filters |= {"line": line, "blocks": blocks, "shell": shlex.quote, "json": json.dumps}
+ENVIRONMENT.filters["counted"] = counted
 
 
 def render(name: str, /, **values: Any) -> str:

@@ -140,7 +140,7 @@ class Route:
                 if is_named:
                     named, up = at, axes.get_xaxis_transform()
                     axes.text(moment(at), 1, change["name"], transform=up, ha="right", **style)
-            locator = AutoDateLocator(minticks=3, maxticks=6)
+            locator = AutoDateLocator(minticks=2, maxticks=6)
             axes.xaxis.set_major_locator(locator)
             axes.xaxis.set_major_formatter(ConciseDateFormatter(locator))
             axes.set(xlabel="UTC", ylabel=label)

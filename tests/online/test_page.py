@@ -1,6 +1,7 @@
 """The operator's page: its numbers are those of buffer, registry and gate, and no text is in it."""
 
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from html import unescape
 from pathlib import Path
@@ -171,6 +172,18 @@ def test_what_an_engine_serves_is_counted_since_the_version_came_into_force(make
     assert "v000002 in force, alpha 0.652, 4 answers" in text
     assert '<span class="number">2.63</span>' in text
     assert rows(text, SERVED)[-1][1:5] == ["engine", "43", "4.00", "2.50"]
+
+
+@pytest.mark.parametrize("minutes", [150, 3600])
+def test_a_stretch_between_two_units_of_time_has_ticks_too(make: Make, minutes: int) -> None:
+    """More than five half hours, and less than three hours: matplotlib warned of it."""
+    service = make()
+    for _ in range(2):
+        service.buffer.add_served([Served(route="default", version="v000001", **COUNTS)])
+        service.clock.pass_time(60 * minutes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "<svg " in service.page.text()
 
 
 def test_a_reason_is_no_markup(make: Make) -> None:

@@ -176,7 +176,7 @@ def test_what_an_engine_serves_is_counted_since_the_version_came_into_force(make
 
 @pytest.mark.parametrize("minutes", [150, 3600])
 def test_a_stretch_between_two_units_of_time_has_ticks_too(make: Make, minutes: int) -> None:
-    """More than five half hours, and less than three hours: matplotlib warned of it."""
+    """With the margins 165 minutes and 66 hours: matplotlib warned of both."""
     service = make()
     for _ in range(2):
         service.buffer.add_served([Served(route="default", version="v000001", **COUNTS)])
